@@ -1,0 +1,55 @@
+# make venv   .venv/bin/kvstore, ready to use       make run     daemon, 512 blocks, kill, restart
+# make test   every check and every test            make clean   remove what was built
+#
+# Needs Python 3.11 or later with venv and pip; everything else is fetched into .venv.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := venv
+.PHONY: venv lint test run clean
+
+# Settings of the caller's Python must not leak into .venv, nor our own settings into the tests.
+unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
+unexport VIRTUAL_ENV KVSTORE_STORE KVSTORE_SOCKET KVSTORE_CONFIG
+
+# The first that works: $PYTHON, Debian's own, then whatever the path offers (shims may be dead).
+PYTHON ?= python3.11
+FIND_PYTHON = for candidate in "$(PYTHON)" /usr/bin/python3.11 python3.11 python3.12 python3.13 \
+	python3.14 /usr/bin/python3 python3; do \
+	"$$candidate" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' \
+	2>/dev/null && { echo "$$candidate"; exit; }; done
+
+# Scripts in .venv name its folder, so the stamp does too: a moved checkout is set up again.
+STAMP := .venv/.ready-$(shell pwd | cksum | cut -d' ' -f1)
+BIN := .venv/bin
+RUN := $(BIN)/python -m
+ALONE := kvstore/errors.py kvstore/keys.py $(wildcard kvstore/protocol.py kvstore/client.py)
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@python="$$($(FIND_PYTHON))"; \
+	test -n "$$python" || { echo "make: no Python 3.11 or later with venv and pip found." \
+		"Install one (Debian: python3 python3-venv python3-pip) or set PYTHON." >&2; exit 1; }; \
+	compgen -G '.venv/.ready-*' >/dev/null && ! test -e $(STAMP) && rm -rf .venv; \
+	$(RUN) pip --version >/dev/null 2>&1 || "$$python" -m venv --clear .venv
+	$(RUN) pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $(STAMP)
+
+lint: venv
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+	$(RUN) ruff check --target-version py310 $(ALONE)
+	$(RUN) mypy --python-version 3.10 --cache-dir .mypy_cache/alone $(ALONE)
+	$(BIN)/lint-imports --no-logo
+	$(RUN) codespell_lib kvstore tests docs README.md Makefile
+
+test: lint
+	$(RUN) pytest
+
+run: venv
+	$(BIN)/kvstore bench demo
+
+clean:
+	rm -rf .venv .demo dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find kvstore tests -name __pycache__ -prune -exec rm -rf {} +
