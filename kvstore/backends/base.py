@@ -1,0 +1,334 @@
+"""The contract between the store and an engine.
+
+An engine keeps records on one kind of storage and finds them again; it knows nothing of policies,
+namespaces' meaning, leases or clients. It is synchronous, batch first, called from several worker
+threads at once, and never sees a Python object per block other than the buffer it fills.
+
+A *record image* is the form in which a record travels: one 4 KiB page that begins with the envelope
+header, then the payload, padded with zeros to 4 KiB. Images lie in 4 KiB-aligned memory, so that a
+file-like engine moves one with a single O_DIRECT call. Key/value engines take the header and the
+unpadded payload out of it. Neither side keeps a reference to an image after the call.
+
+An image that is passed for a block has exactly ``record.image_bytes(length)`` bytes, and there are
+as many images as blocks; anything else is a mistake of the caller and raises ValueError before
+anything is moved (:func:`check_images`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import EngineError, ReadOnly
+from kvstore.keys import MAX_KEY_BYTES, NAMESPACE_ID_BYTES, KeyArray
+from kvstore.record import HEADER_PAGE, Header
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+U8 = npt.NDArray[np.uint8]
+U32 = npt.NDArray[np.uint32]
+U64 = npt.NDArray[np.uint64]
+Mask = npt.NDArray[np.bool_]
+
+SCAN_BATCH = 4096
+
+
+class Status(IntEnum):
+    """What became of one block of a batch. A miss is a value, never an error."""
+
+    OK = 0
+    MISSING = 1
+    """No record is there."""
+    DAMAGED = 2
+    """Something is there, but no whole record could be read (short, unreadable, not a file)."""
+    FULL = 3
+    """No space on the device, or over a quota."""
+    FAILED = 4
+    """The operating system or the library failed; the log has the details."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Blocks of one namespace and one shard, as columns of equal length n.
+
+    ``lengths`` are payload bytes as stored, ``generations`` the store-wide version numbers,
+    ``places`` what ``put_many`` returned (0 for engines that find by key).
+    """
+
+    namespace: bytes
+    shard: int
+    keys: KeyArray
+    lengths: U32
+    generations: U64
+    places: U64
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def key_list(self) -> list[bytes]:
+        """Return the keys one by one, for engines whose library wants them so."""
+        size, blob = self.keys.shape[1], self.keys.tobytes()
+        return [blob[at : at + size] for at in range(0, len(blob), size)]
+
+    def take(self, which: npt.NDArray[np.intp] | Mask | slice) -> Blocks:
+        """Return the chosen blocks, in that order."""
+        return Blocks(
+            self.namespace,
+            self.shard,
+            self.keys[which],
+            self.lengths[which],
+            self.generations[which],
+            self.places[which],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Result of ``put_many``: a place (u64) and a :class:`Status` (u8) for each block."""
+
+    places: U64
+    statuses: U8
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Result of ``get_many_into``: a :class:`Status` and the bytes that were filled, per block.
+
+    OK means that the whole image was filled, DAMAGED that the first ``filled`` bytes of it were;
+    the rest of the image holds whatever it held before.
+    """
+
+    statuses: U8
+    filled: U32
+
+
+@dataclass(frozen=True, slots=True)
+class Scanned:
+    """At most 4,096 records found by ``scan``, as columns; payloads have not been read.
+
+    ``keys`` and ``parents`` have 64 columns, of which the first ``key_lengths`` and
+    ``parent_lengths`` count (parent length 0 = no parent). ``written_ns`` is nanoseconds since the
+    epoch. Only records with a valid header are listed; the rest is in ``strange``.
+    """
+
+    namespaces: U8
+    shards: npt.NDArray[np.uint16]
+    key_lengths: U8
+    keys: U8
+    parent_lengths: U8
+    parents: U8
+    lengths: U32
+    places: U64
+    generations: U64
+    written_ns: U64
+    labelled: Mask
+    strange: tuple[Finding, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something in the engine's files that is not as it should be. ``kind`` is a stable id."""
+
+    kind: str
+    path: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """``overhead_bytes``: what ``du`` counts besides records (directories, indexes), a lower bound
+    until the engine has looked everywhere; ``io`` one of ``memory``, ``direct``, ``buffered``;
+    ``failed``: a sync failed, no more is written until the engine is opened again; ``notes`` are
+    sentences for ``status``."""
+
+    overhead_bytes: int
+    io: str
+    notes: tuple[str, ...] = ()
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What the store must know about an engine; callers never test for a class."""
+
+    preferred_threads: int
+    atomic_batch: bool
+    """A batch is written whole or not at all."""
+    durable_without_flush: bool
+    """What ``put_many`` wrote survives power loss without ``flush``."""
+    alignment: int
+    """Records start at multiples of this many bytes (1 = no matter)."""
+    fixed_slots: bool
+    """Records lie in slots that are reused in place."""
+    space_factor: float
+    """Physical bytes for one live byte in steady state."""
+    frees_space: bool
+    """Deleting gives space back to the filesystem."""
+    contained: bool
+    """Damage on disk cannot end the process."""
+    persistent: bool = True
+    """Records outlive the process."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineContext:
+    """Where an engine lives: its directory, the uuid of the store, its own options."""
+
+    directory: Path
+    store_uuid: bytes
+    options: Mapping[str, object] = field(default_factory=dict)
+    read_only: bool = False
+
+
+class Engine(ABC):
+    """One way to keep records. Errors of the library are translated to ``kvstore.errors``.
+
+    Rules, proved by :class:`kvstore.testing.EngineTests`: a put that returned OK is found; after a
+    crash a record is whole or absent, and damage never spreads to another record; reads allocate no
+    payload; ``close`` twice is fine; ``delete_many`` of an absent key is no error; ``scan``
+    survives concurrent writes; opening something that is gone, short or newer never creates an
+    empty one. While it is not open, every method but ``create``, ``open`` and ``close`` raises
+    EngineError; in a read-only context those that write raise ReadOnly.
+    """
+
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities]
+    recorded_options: ClassVar[Mapping[str, object]] = {}
+    """Options that shape the files, with their defaults: ``create`` fixes them for good, so the
+    store keeps them in STORE.json and passes them to every later ``open``."""
+
+    def __init__(self, context: EngineContext) -> None:
+        self.context = context
+        self.is_open = False
+
+    def require_open(self, *, writing: bool = False) -> None:
+        """Raise EngineError if the engine is closed, ReadOnly if it must not be written."""
+        if not self.is_open:
+            raise EngineError(f"the {self.name} engine in {self.context.directory} is closed")
+        if writing and self.context.read_only:
+            where = self.context.directory
+            raise ReadOnly(f"the {self.name} engine in {where} was opened read-only")
+
+    @abstractmethod
+    def create(self) -> None:
+        """Make an empty engine in ``context.directory``, durably. Raises StoreExists."""
+
+    @abstractmethod
+    def open(self) -> None:
+        """Start using what ``create`` made. Raises StoreNotFound, CorruptStore, EngineError."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop using it. May be called twice."""
+
+    @abstractmethod
+    def put_many(self, blocks: Blocks, images: Sequence[memoryview], *, sync: bool) -> Written:
+        """Write records; with ``sync`` those with status OK survive power loss when this returns.
+
+        Images are complete: header encoded, padding zeroed. A new generation of a key goes to
+        another place than the old one and leaves it untouched. Blocks are written in the given
+        order as far as that matters (a full device takes the first ones); those that fail leave
+        nothing behind and do not disturb the others.
+        """
+
+    @abstractmethod
+    def get_many_into(self, blocks: Blocks, images: Sequence[memoryview]) -> Read:
+        """Fill each image with the record at (key, generation, place). Nothing is verified here,
+        so the caller judges every image before it believes it."""
+
+    @abstractmethod
+    def contains_many(self, blocks: Blocks) -> Mask:
+        """Tell for each block whether a record of that key and generation is there."""
+
+    @abstractmethod
+    def delete_many(self, blocks: Blocks) -> int:
+        """Remove records of these keys and generations; return how many were there.
+
+        Raises EngineError, after all were tried, if one is there and cannot be removed: a deletion
+        must not be acknowledged while a rebuild could bring the record back.
+        """
+
+    @abstractmethod
+    def scan(self) -> Iterator[Scanned]:
+        """Find every record from its header alone, in batches of at most 4,096, in any order.
+
+        A record that is put or deleted meanwhile may be listed or not; all others are. Raises
+        EngineError when the engine's own structure cannot be read.
+        """
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Make everything that ``put_many`` and ``delete_many`` returned survive power loss.
+
+        Raises EngineError if that failed, and from then on at every call until the engine is opened
+        again: what was written since the last good flush is never claimed durable by a later one.
+        """
+
+    @abstractmethod
+    def stats(self) -> Stats:
+        """Return figures for ``status``; cheap enough to be called once a second."""
+
+    @abstractmethod
+    def check(self) -> list[Finding]:
+        """Look for structural faults, without reading records."""
+
+
+def check_images(blocks: Blocks, images: Sequence[memoryview]) -> None:
+    """Raise ValueError unless there is one image of the right size for each block."""
+    pages = (blocks.lengths.astype(np.int64) + HEADER_PAGE - 1) // HEADER_PAGE + 1
+    if [len(image) for image in images] != (pages * HEADER_PAGE).tolist():
+        raise ValueError(f"{len(images)} images do not fit the lengths of {len(blocks)} blocks")
+
+
+class ScanBatch:
+    """Collects what a scan finds until it makes a :class:`Scanned`."""
+
+    def __init__(self) -> None:
+        self._headers: list[Header] = []
+        self._places: list[int] = []
+        self._strange: list[Finding] = []
+
+    def __len__(self) -> int:
+        """Return the larger of records and findings: neither may pass SCAN_BATCH."""
+        return max(len(self._headers), len(self._strange))
+
+    def add(self, header: Header, place: int = 0) -> None:
+        self._headers.append(header)
+        self._places.append(place)
+
+    def report(self, finding: Finding) -> None:
+        self._strange.append(finding)
+
+    def take(self) -> Scanned:
+        """Return what was collected as columns, and start again."""
+        found, places, strange = self._headers, self._places, self._strange
+        self._headers, self._places, self._strange = [], [], []
+        return Scanned(
+            namespaces=_rows([header.namespace for header in found], NAMESPACE_ID_BYTES),
+            shards=np.array([header.shard for header in found], np.uint16),
+            key_lengths=np.array([len(header.key) for header in found], np.uint8),
+            keys=_rows([header.key for header in found], MAX_KEY_BYTES),
+            parent_lengths=np.array([len(header.parent) for header in found], np.uint8),
+            parents=_rows([header.parent for header in found], MAX_KEY_BYTES),
+            lengths=np.array([header.stored_length for header in found], np.uint32),
+            places=np.array(places, np.uint64),
+            generations=np.array([header.generation for header in found], np.uint64),
+            written_ns=np.array([header.written_ns for header in found], np.uint64),
+            labelled=np.array([bool(header.label) for header in found], np.bool_),
+            strange=tuple(strange),
+        )
+
+
+def _rows(values: list[bytes], width: int) -> U8:
+    blob = b"".join(value.ljust(width, b"\0") for value in values)
+    return np.frombuffer(blob, np.uint8).reshape(len(values), width)
