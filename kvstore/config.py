@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from kvstore.errors import ConfigError
+from kvstore.space import MIN_CAPACITY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 MIB = 1 << 20
 GIB = 1 << 30
-MIN_CAPACITY = 64 * MIB
 MAX_SOCKET_PATH = 107
 MEMORY_SHARE = 0.8
 DEFAULT_ENGINE = "filesystem"
@@ -246,6 +246,14 @@ def variable(name: str) -> str:
 def flag(name: str) -> str:
     """Return the command-line flag of a setting: ``log.level`` -> ``--log-level``."""
     return "--" + name.replace(".", "-").replace("_", "-")
+
+
+def describe(loaded: Loaded) -> list[tuple[str, object, Origin]]:
+    """Return name, value and origin of each setting."""
+    return [
+        (field.encode_name, getattr(loaded.settings, attribute), loaded.origins[attribute])
+        for attribute, field in _FIELDS.items()
+    ]
 
 
 def _file_path(flags: Mapping[str, object], environ: Mapping[str, str]) -> tuple[Path, bool]:

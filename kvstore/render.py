@@ -1,0 +1,249 @@
+"""Everything a person or a script reads: results on stdout, the rest on stderr.
+
+The only file that prints. With ``--json`` a result is one JSON document on stdout and an error one
+JSON line on stderr; sizes are then integers of bytes and durations numbers of seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_STYLES = {"red": "31", "green": "32", "yellow": "33", "bold": "1"}
+_STATE_STYLES = {"ready": "green", "recovering": "yellow", "draining": "yellow", "degraded": "red"}
+
+Row = Sequence[object]
+
+
+def size(count: float) -> str:
+    """Return bytes as people read them, base 1024: ``512 B``, ``64 KiB``, ``1.5 GiB``."""
+    value, unit = float(count), 0
+    while abs(value) >= 1023.95 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    text = f"{value:.1f}".removesuffix(".0") if unit else f"{value:.0f}"
+    return f"{text} {_UNITS[unit]}"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as people read it: ``850 us``, ``12.5 ms``, ``3.2 s``, ``2 h 5 min``."""
+    if seconds < 0.001:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def count(number: int, noun: str) -> str:
+    """Return ``1 block``, ``12,000 blocks``."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def table(head: Sequence[str], rows: Iterable[Row]) -> list[str]:
+    """Return lines of aligned columns, numbers to the right, no trailing blanks."""
+    body = [[_cell(value) for value in row] for row in rows]
+    numeric = [
+        bool(body) and all(row[column].lstrip("-")[:1].isdigit() for row in body)
+        for column in range(len(head))
+    ]
+    widths = [max(len(row[column]) for row in [list(head), *body]) for column in range(len(head))]
+    return [
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, numeric, strict=True)
+        ).rstrip()
+        for row in [list(head), *body]
+    ]
+
+
+def fields(pairs: Iterable[tuple[str, object]]) -> list[str]:
+    """Return lines ``name   value`` with the values below each other."""
+    texts = [(name, _cell(value)) for name, value in pairs]
+    width = max((len(name) for name, _ in texts), default=0)
+    return [f"{name:<{width}}  {value}".rstrip() for name, value in texts]
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return str(value)
+
+
+def plain(value: object) -> object:
+    """Return what JSON knows for a value that it does not: numpy numbers, bytes, paths."""
+    if isinstance(value, (bytes, bytearray)):
+        return value.hex()
+    if isinstance(value, Path):
+        return str(value)
+    for convert in ("tolist", "_asdict"):
+        if hasattr(value, convert):
+            return getattr(value, convert)()
+    raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+@dataclass
+class Output:
+    """How this command talks: ``--json``, ``-q``, ``-v``, ``--color``."""
+
+    json: bool = False
+    quiet: bool = False
+    verbose: int = 0
+    color: str = "auto"
+
+    def result(self, document: Mapping[str, object], lines: Iterable[str]) -> None:
+        """Write a result: the document with ``--json``, else the lines."""
+        if self.json:
+            sys.stdout.write(json.dumps(document, default=plain, ensure_ascii=False) + "\n")
+        else:
+            sys.stdout.writelines(line + "\n" for line in lines)
+
+    def stream(self, name: str, items: Iterable[tuple[Mapping[str, object], str]]) -> int:
+        """Write items as they come and return how many: lines, or ``{"name": [...], "count": n}``.
+
+        A list of a million blocks is never in memory as a whole.
+        """
+        number = 0
+        if self.json:
+            sys.stdout.write(f'{{"{name}": [')
+        for document, line in items:
+            if self.json:
+                text = json.dumps(document, default=plain, ensure_ascii=False)
+                sys.stdout.write((",\n" if number else "\n") + text)
+            else:
+                sys.stdout.write(line + "\n")
+            number += 1
+        if self.json:
+            sys.stdout.write(f'\n], "count": {number}}}\n')
+        return number
+
+    def note(self, text: str) -> None:
+        """Tell a person what is going on: stderr, not with ``-q`` or ``--json``."""
+        if not (self.quiet or self.json):
+            sys.stderr.write(text + "\n")
+
+    def error(self, kind: str, code: int, message: str, hint: str = "") -> None:
+        """Write the one line about what went wrong and what to do next."""
+        if self.json:
+            line = {"type": "error", "code": code, "error": kind, "message": message, "hint": hint}
+            sys.stderr.write(json.dumps(line, default=plain, ensure_ascii=False) + "\n")
+            return
+        text = f"{_sentence(message, False)} {_sentence(hint, True)}" if hint else message
+        sys.stderr.write(f"{self.style('kvstore:', 'red', sys.stderr)} {text}\n")
+
+    def trace(self) -> None:
+        """With ``-vv``, show where the error being handled comes from."""
+        if self.verbose >= 2:
+            sys.stderr.write(traceback.format_exc())
+
+    def abandon(self) -> None:
+        """Let what is still unwritten go nowhere: the reader of a broken pipe has left."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+    def style(self, text: str, style: str, stream: IO[str] | None = None) -> str:
+        """Return text in a colour, where colour is wanted."""
+        if not self.wants_color(stream or sys.stdout):
+            return text
+        return f"\033[{_STYLES[style]}m{text}\033[0m"
+
+    def wants_color(self, stream: IO[str]) -> bool:
+        """``auto`` means a terminal and no NO_COLOR (https://no-color.org)."""
+        if self.color != "auto":
+            return self.color == "always"
+        return stream.isatty() and not os.environ.get("NO_COLOR")
+
+    def state(self, name: str) -> str:
+        return self.style(name, _STATE_STYLES.get(name, "bold"))
+
+
+def _sentence(text: str, first_upper: bool) -> str:
+    text = text[:1].upper() + text[1:] if first_upper else text
+    return text if text.endswith((".", "?", "!")) else text + "."
+
+
+def write_bytes(data: bytes | memoryview, target: str) -> None:
+    """Write a block to a file or, for ``-``, to stdout. A regular file is replaced whole.
+
+    Raises OSError. Devices and pipes are written in place, and nothing is left behind on failure.
+    """
+    if target == "-":
+        sys.stdout.flush()
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+        return
+    path = Path(target)
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
+    path = path.resolve()  # through a symlink, as other programs do
+    temporary = path.with_name(f".{path.name[:200]}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(data)
+        if path.exists():
+            shutil.copymode(path, temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def stdout_is_terminal() -> bool:
+    return sys.stdout.isatty()
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time (UTC, ISO 8601), level, logger, message, exception."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": _utc(record.created),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str, ensure_ascii=False)
+
+
+class TextLines(logging.Formatter):
+    """``2026-11-30T12:00:00.123Z info: message``; without the time where journald adds it."""
+
+    def __init__(self) -> None:
+        stamp = "" if os.environ.get("JOURNAL_STREAM") else "%(asctime)s "
+        super().__init__(stamp + "%(levelname)s: %(message)s")
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        return _utc(record.created)
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.levelname = record.levelname.lower()
+        return super().format(record)
+
+
+def _utc(seconds: float) -> str:
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+    return f"{whole}.{int(seconds % 1 * 1000):03d}Z"
+
+
+def start_logging(level: str, form: str) -> None:
+    """Send log records of the program to stderr as ``text`` or ``json`` lines."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if form == "json" else TextLines())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
