@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from kvstore.errors import CorruptBlock, UsageError
@@ -107,6 +109,12 @@ class _Parsed(NamedTuple):
 def image_bytes(length: int) -> int:
     """Return the size of the image of a record whose stored payload has ``length`` bytes."""
     return HEADER_PAGE + (length + HEADER_PAGE - 1) // HEADER_PAGE * HEADER_PAGE
+
+
+def image_bytes_of(lengths: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
+    """Return :func:`image_bytes` for an array of lengths."""
+    pages = (lengths.astype(np.int64) + (HEADER_PAGE - 1)) // HEADER_PAGE
+    return HEADER_PAGE + pages * HEADER_PAGE
 
 
 def payload_checksum(view: Buffer) -> int:

@@ -1,0 +1,93 @@
+"""Small files that must be there whole or not at all, and errors of the operating system."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import TYPE_CHECKING
+
+from kvstore.errors import (
+    EngineError,
+    KVStoreError,
+    PermissionDenied,
+    ReadOnly,
+    StoreFull,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FILE_MODE = 0o600
+DIRECTORY_MODE = 0o700
+TEMPORARY = ".new"
+"""Ending of a file that is not published yet; whoever finds one after a crash may delete it."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_REFUSED = (errno.EACCES, errno.EPERM)
+
+
+def translate(error: OSError, doing: str) -> KVStoreError:
+    """Return our error for one of the operating system; ``doing`` names action and path."""
+    message = f"cannot {doing}: {os.strerror(error.errno) if error.errno else error}"
+    if error.errno in _REFUSED:
+        return PermissionDenied(message, "run as the store's owner, or give this user access")
+    if error.errno == errno.EROFS:
+        return ReadOnly(message, "the filesystem is mounted read-only; remount it read-write")
+    if error.errno in _FULL:
+        return StoreFull(message, "free some space on the filesystem")
+    return EngineError(message, "look at the kernel log for errors of the device")
+
+
+def sync_directory(directory: Path) -> None:
+    """Make names created, renamed or removed in ``directory`` survive power loss."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
+    """Write everything at the current position; a full disk raises instead of cutting short."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def create_temporary(path: Path) -> int:
+    """Return a descriptor of an empty file beside ``path``, readable by its owner only.
+
+    Whatever an earlier crash left under that name goes first; a link is removed, never followed.
+    """
+    temporary = path.with_name(path.name + TEMPORARY)
+    temporary.unlink(missing_ok=True)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    return os.open(temporary, flags, FILE_MODE)
+
+
+def discard_temporary(path: Path) -> None:
+    """Remove what :func:`create_temporary` made, if it is still there."""
+    path.with_name(path.name + TEMPORARY).unlink(missing_ok=True)
+
+
+def publish(path: Path, descriptor: int) -> None:
+    """Give a file made by :func:`create_temporary` its name: fsync, rename, fsync the directory."""
+    os.fsync(descriptor)
+    os.rename(path.with_name(path.name + TEMPORARY), path)
+    sync_directory(path.parent)
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Write ``data`` to ``path`` so that a crash leaves the old content or the new, never a mix.
+
+    Raises OSError, and then leaves no temporary file behind.
+    """
+    descriptor = create_temporary(path)
+    try:
+        write_all(descriptor, data)
+        publish(path, descriptor)
+    except BaseException:
+        discard_temporary(path)
+        raise
+    finally:
+        os.close(descriptor)
