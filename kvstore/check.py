@@ -1,0 +1,102 @@
+"""Looking at records that failed, and keeping them for the operator.
+
+Quarantine is a directory of copies and a ``manifest.jsonl`` with one line for each damaged record.
+It has a share of the capacity; once that is used up only manifest lines are written, and when even
+those reach the limit nothing more is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from kvstore import layout, record
+from kvstore.backends.base import Status
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvstore.backends.base import Blocks, Engine
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.jsonl"
+_MANIFEST_SHARE = 8
+"""The manifest alone may take this fraction (1/n) of the limit beyond it."""
+
+
+class Quarantine:
+    """Copies of damaged records in ``directory``, at most ``limit`` bytes as ``du`` counts them."""
+
+    def __init__(self, directory: Path, limit: int) -> None:
+        self.directory = directory
+        self.limit = limit
+        self.bytes = layout.directory_bytes(directory)
+        self._lock = threading.Lock()
+
+    def keep(self, engine: Engine, blocks: Blocks, reason: str) -> None:
+        """Copy what can still be read of each block here and name it in the manifest.
+
+        Failing to keep a copy is logged and never stops the removal: the record is no good.
+        """
+        for number in range(len(blocks)):
+            one = blocks.take(slice(number, number + 1))
+            try:
+                with self._lock:
+                    self._keep_one(engine, one, reason)
+            except OSError as error:
+                log.warning("cannot quarantine %s: %s", one.keys.tobytes().hex(), error)
+
+    def _keep_one(self, engine: Engine, one: Blocks, reason: str) -> None:
+        name = (
+            f"{one.namespace.hex()}-{one.shard:04x}-{one.keys.tobytes().hex()}"
+            f".{int(one.generations[0]):016x}.kvb"
+        )
+        with mmap.mmap(-1, record.image_bytes(int(one.lengths[0]))) as buffer:
+            with memoryview(buffer) as image:
+                read = engine.get_many_into(one, [image])
+                filled = int(read.filled[0]) if read.statuses[0] != Status.MISSING else 0
+                kept = 0 < filled <= self.limit - self.bytes
+                if kept:
+                    self._write(name, image[:filled])
+        self._note(one, reason, engine.name, name if kept else None)
+
+    def _write(self, name: str, data: memoryview) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(self.directory / name, flags, 0o600)
+        try:
+            while data:
+                data = data[os.write(descriptor, data) :]
+            self.bytes += os.fstat(descriptor).st_blocks * 512
+        finally:
+            data.release()
+            os.close(descriptor)
+
+    def _note(self, one: Blocks, reason: str, engine: str, name: str | None) -> None:
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "reason": reason,
+            "engine": engine,
+            "namespace": one.namespace.hex(),
+            "shard": one.shard,
+            "key": one.keys.tobytes().hex(),
+            "generation": int(one.generations[0]),
+            "length": int(one.lengths[0]),
+            "place": int(one.places[0]),
+            "file": name,
+        }
+        text = json.dumps(line).encode() + b"\n"
+        if self.bytes + len(text) > self.limit + self.limit // _MANIFEST_SHARE:
+            return
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(self.directory / MANIFEST, flags, 0o600)
+        try:
+            os.write(descriptor, text)
+        finally:
+            os.close(descriptor)
+        self.bytes += len(text)

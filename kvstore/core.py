@@ -1,0 +1,259 @@
+"""What an open store consists of, and the accounts that its operations share.
+
+Owned by one thread (see :mod:`kvstore.job`); the methods marked *worker* may be called by any.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.errors import InvalidKey, KVStoreError
+from kvstore.index import DURABLE, GHOST, Index
+from kvstore.metrics import Counters
+from kvstore.space import Space, Usage
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvstore.backends.base import U32, U64, Engine
+    from kvstore.check import Quarantine
+    from kvstore.eviction import Policy
+    from kvstore.job import Job
+    from kvstore.journal import Journal
+    from kvstore.layout import StoreRecord
+    from kvstore.namespaces import Namespace, Namespaces
+    from kvstore.put import Put
+    from kvstore.removal import Removal
+    from kvstore.slab import Slab
+
+log = logging.getLogger(__name__)
+
+
+class Clock:
+    """Wall-clock time, in one place so that tests can turn it."""
+
+    def seconds(self) -> float:
+        return time.time()
+
+    def micros(self) -> int:
+        return time.time_ns() // 1000
+
+    def nanos(self) -> int:
+        return time.time_ns()
+
+
+@dataclass(slots=True)
+class _Held:
+    """A version that left its row while somebody was reading it."""
+
+    references: int
+    removal: Removal
+
+
+@dataclass(eq=False)
+class Core:
+    """The rooms of one open store and the figures between them.
+
+    ``coming`` and ``going`` are bytes of records being written and being deleted. ``writing`` tells
+    which put writes a row. ``chores`` are jobs that somebody must run soon: the daemon hands them to
+    its workers, an offline command runs them in place. ``read_only`` is the reason why no writes are
+    taken, empty if they are.
+    """
+
+    path: Path
+    record: StoreRecord
+    engine: Engine
+    index: Index
+    journal: Journal
+    policy: Policy
+    space: Space
+    namespaces: Namespaces
+    quarantine: Quarantine
+    slab: Slab
+    clock: Clock = field(default_factory=Clock)
+    counters: Counters = field(default_factory=Counters)
+    coming: int = 0
+    going: int = 0
+    read_only: str = ""
+    synced_generation: int = 0
+    problems: list[str] = field(default_factory=list)
+    checkpoint_bytes: int = 0
+    journal_bytes_before: int = 0
+    """Bytes of earlier journal files that the next checkpoint will replace."""
+    doubt: int = 0
+    """Flags of rows whose records a power loss may have torn."""
+    given_up: list[U64] | None = None
+    """Generations removed while a scan runs, which must not be adopted from it; else None."""
+    writing: dict[int, Put] = field(default_factory=dict)
+    chores: deque[Job] = field(default_factory=deque)
+    active: set[Job] = field(default_factory=set)
+    touched: list[U32] = field(default_factory=list)
+    _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
+    _generation: int = 0
+    _overhead: tuple[float, int] = (0.0, 0)
+
+    def __post_init__(self) -> None:
+        self._generation = self.record.opens << 32
+
+    @property
+    def uuid(self) -> bytes:
+        return self.record.uuid
+
+    # -- jobs -------------------------------------------------------------------------------------
+
+    def begin(self, job: Job) -> None:
+        self.active.add(job)
+
+    def queue(self, job: Job) -> None:
+        """Begin a job that nobody waits for."""
+        self.begin(job)
+        self.chores.append(job)
+
+    def finish(self, job: Job) -> None:
+        """Bring a performed job home; whatever it took is released even if it failed."""
+        try:
+            if job.failure is not None:
+                self.counters.failed_jobs += 1
+                log.warning("%s: %s", type(job).__name__.lower(), job.failure)
+            job.finish()
+        finally:
+            self.active.discard(job)
+            self._note_journal()
+            job.mark_done()
+
+    def _note_journal(self) -> None:
+        if self.journal.failed and not self.read_only:
+            self.stop_writes(f"the journal failed: {self.journal.failed}")
+
+    def stop_writes(self, reason: str) -> None:
+        """Take no more writes until the store is opened again; reads go on."""
+        log.error("%s: read-only from now on: %s", self.path, reason)
+        self.read_only = reason
+
+    # -- generations ------------------------------------------------------------------------------
+
+    def new_generations(self, count: int) -> U64:
+        """Return ``count`` numbers that no version of any block of this store ever had."""
+        first = self._generation + 1
+        self._generation += count
+        return np.arange(first, first + count, dtype=np.uint64)
+
+    def covered_generation(self) -> int:
+        """Return the generation up to which every version has been written or given up."""
+        if not self.writing:
+            return self._generation
+        rows = np.fromiter(self.writing, np.uint32, len(self.writing))
+        return int(self.index.generations[rows].min()) - 1
+
+    def note_durable(self, rows: U32) -> None:
+        """Remember that these rows have been synced one by one."""
+        self.index.set_flags(rows, DURABLE)
+
+    def sync_everything(self) -> None:
+        """Make all that was written survive power loss: data first, then the journal (*worker*).
+
+        In this order, because a journal that survives must not speak of bytes that did not.
+        """
+        self.engine.flush()
+        self.journal.sync()
+
+    # -- use --------------------------------------------------------------------------------------
+
+    def touch(self, rows: U32) -> None:
+        """Note that these rows were used now; the first one (nearest to the root) is the newest."""
+        if len(rows):
+            self.index.touch(rows, self.clock.micros())
+            self.touched.append(rows)
+
+    def release(self, rows: U32, generations: U64) -> None:
+        """Give references back, to the row or to the version that has left it since."""
+        if self._held:
+            keep = np.ones(len(rows), np.bool_)
+            for number, version in enumerate(
+                zip(rows.tolist(), generations.tolist(), strict=True)
+            ):
+                if version in self._held:
+                    keep[number] = False
+                    self._release_held(version)
+            rows = rows[keep]
+        self.index.release(rows)
+
+    def hold(self, row: int, references: int, removal: Removal) -> None:
+        """Put off a removal until the readers of its version have gone."""
+        self._held[row, removal.generation] = _Held(references, removal)
+
+    def _release_held(self, version: tuple[int, int]) -> None:
+        held = self._held[version]
+        held.references -= 1
+        if not held.references:
+            del self._held[version]
+            self.queue(held.removal)
+
+    @property
+    def waiting_removals(self) -> list[Removal]:
+        return [held.removal for held in self._held.values()]
+
+    # -- space ------------------------------------------------------------------------------------
+
+    def usage(self) -> Usage:
+        """Return what is on the disk now; overhead is measured at most once a second."""
+        usage = Usage(
+            live=self.index.live_bytes,
+            coming=self.coming,
+            going=self.going,
+            overhead=self.overhead(),
+            free=free_bytes(self.path),
+        )
+        self.space.observe(usage)
+        return usage
+
+    def overhead(self) -> int:
+        """Return the bytes of everything but records: journal, checkpoint, directories, ..."""
+        now = time.monotonic()
+        measured, value = self._overhead
+        if now - measured > 1.0 or not value:
+            value = (
+                self.engine.stats().overhead_bytes
+                + self.journal.physical_bytes
+                + self.checkpoint_bytes
+                + self.quarantine.bytes
+            )
+            self._overhead = now, value
+        return value
+
+    # -- namespaces -------------------------------------------------------------------------------
+
+    def check_key_length(self, namespace: Namespace, length: int) -> None:
+        """Refuse keys of another length than the namespace's blocks have. Raises InvalidKey."""
+        known = namespace.key_length
+        if known in (None, length):
+            return
+        if not self.holds_any(namespace):
+            namespace.key_length = None
+            return
+        raise InvalidKey(
+            f"a key of {length} bytes in namespace {namespace.id.hex()}, whose keys have {known}",
+            "use another namespace, or empty this one first",
+        )
+
+    def holds_any(self, namespace: Namespace) -> bool:
+        rows = self.index.rows_of(None)
+        mine = (self.index.spaces[rows] >> 16) == namespace.number
+        return bool(np.any(mine & ((self.index.flags[rows] & GHOST) == 0)))
+
+
+def free_bytes(path: Path) -> int:
+    """Return the bytes of the filesystem that this process may still fill; 0 if unknown."""
+    try:
+        found = os.statvfs(path)
+    except OSError as error:
+        raise KVStoreError(f"cannot ask the filesystem of {path}: {error.strerror}") from error
+    return found.f_bavail * found.f_frsize
+

@@ -1,0 +1,58 @@
+"""An operation in three steps: begin on the owner thread, run in a worker, finish on the owner thread.
+
+The thread that owns the store (the daemon's event loop, or the only thread of an offline command)
+begins a job: it looks rows up, takes references, reserves space. A worker then calls ``run``, which
+does nothing but I/O, copying and hashing on arrays that the job carries; it never touches the index.
+The owner calls ``finish`` with the outcome, which releases whatever ``begin`` took, whether the run
+succeeded or not.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from kvstore.errors import EngineError, KVStoreError
+
+log = logging.getLogger(__name__)
+
+
+class Job(ABC):
+    """One operation under way. ``failure`` is set when ``run`` raised; ``done`` after ``finish``."""
+
+    def __init__(self) -> None:
+        self.failure: KVStoreError | None = None
+        self.done = False
+        self._watchers: list[Callable[[], None]] = []
+
+    @abstractmethod
+    def run(self) -> None:
+        """Do the slow part. Called once, by a worker."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Bring the outcome home. Called once, by the owner, after :meth:`perform` returned."""
+
+    def perform(self) -> None:
+        """Call :meth:`run` and keep its failure for :meth:`finish`: a worker's outermost frame."""
+        try:
+            self.run()
+        except KVStoreError as error:
+            self.failure = error
+        except Exception as error:
+            log.exception("%s failed", type(self).__name__)
+            self.failure = EngineError(f"{type(self).__name__.lower()} failed: {error!r}")
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call back on the owner thread once the job is done; at once if it is."""
+        if self.done:
+            callback()
+        else:
+            self._watchers.append(callback)
+
+    def mark_done(self) -> None:
+        self.done = True
+        watchers, self._watchers = self._watchers, []
+        for callback in watchers:
+            callback()

@@ -1,0 +1,33 @@
+"""Plain integer counters: incremented on the hot path, read when somebody asks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counts since the store was opened."""
+
+    hits: int = 0
+    misses: int = 0
+    stored: int = 0
+    already_present: int = 0
+    conflicts: int = 0
+    refused_full: int = 0
+    write_errors: int = 0
+    read_errors: int = 0
+    evictions: int = 0
+    evicted_bytes: int = 0
+    deleted: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    corrupt_blocks: int = 0
+    """Records that failed verification: an alarm."""
+    stale_blocks: int = 0
+    """A whole record of another key or version was found in a block's place."""
+    unsynced_blocks: int = 0
+    """Torn by a power loss, written after the last sync: expected."""
+    missing_blocks: int = 0
+    """No record was found where the index had one."""
+    failed_jobs: int = 0

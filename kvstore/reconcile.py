@@ -1,0 +1,235 @@
+"""Comparing the index with what the engine really holds, by a scan of the records' headers.
+
+Needed when the journal cannot be trusted to tell everything: it is torn or gone, or the machine lost
+power and may have kept some files and not others. A record that the index does not know is adopted;
+a version that was superseded or given up is deleted; a row without a record becomes a miss. The scan
+goes in steps, so it can run while the store serves.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore import events, versions
+from kvstore.backends.base import Blocks, Scanned
+from kvstore.index import DISK, GHOST, NONE, WRITING
+from kvstore.keys import space_number
+from kvstore.removal import discard, retire
+from kvstore.upkeep import Step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvstore.backends.base import U32, U64
+    from kvstore.core import Core
+
+log = logging.getLogger(__name__)
+
+
+class Reconcile:
+    """One comparison. ``given_up`` are generations that must not come back.
+
+    ``scanned`` counts records so far. ``done`` is called on the owner thread at the end.
+    """
+
+    def __init__(self, core: Core, given_up: U64, done: Callable[[], None]) -> None:
+        self.scanned = 0
+        self._core = core
+        self._done = done
+        self._base = core.record.opens << 32
+        self._given_up = given_up
+        self._scan = core.engine.scan()
+        self._batch: Scanned | None = None
+        self._adopted: list[U32] = []
+        self._written: list[np.ndarray] = []
+        self._strange = 0
+        self._seen = np.zeros(core.index.row_limit, np.bool_)
+        core.given_up = []
+        self._queue(self._read, self._compare)
+
+    def _queue(self, act: Callable[[], None], after: Callable[[], None]) -> None:
+        def finished(step: Step) -> None:
+            if step.failure is None:
+                after()
+            else:
+                self._core.problems.append(f"the scan of the store failed: {step.failure}")
+                self._end()
+
+        self._core.queue(Step(act, finished))
+
+    def _read(self) -> None:
+        self._batch = next(self._scan, None)
+
+    def _compare(self) -> None:
+        batch = self._batch
+        if batch is None:
+            self._order_by_age()
+            self._check_unseen()
+            return
+        self.scanned += len(batch)
+        self._strange += len(batch.strange)
+        for finding in batch.strange:
+            log.warning("%s: %s: %s", finding.kind, finding.path, finding.detail)
+        records = [self._compare_group(batch, chosen) for chosen in _groups(batch)]
+        new = np.concatenate([events.blank(0, events.Kind.PUT), *records])
+        self._queue(lambda: self._save(new), lambda: self._queue(self._read, self._compare))
+
+    def _save(self, records: events.Records) -> None:
+        self._core.journal.append(records)
+
+    def _compare_group(self, batch: Scanned, chosen: np.ndarray) -> events.Records:
+        """Compare records of one namespace, shard and key length; return what to journal."""
+        core, index, first = self._core, self._core.index, chosen[0]
+        namespace = core.namespaces.known(batch.namespaces[first].tobytes())
+        space = space_number(namespace.number, int(batch.shards[first]))
+        keys = batch.keys[chosen][:, : batch.key_lengths[first]]
+        generations = batch.generations[chosen]
+        ignored = (generations > self._base) | np.isin(generations, self._gone())
+        rows = index.find(space, keys)
+        safe = np.where(rows == NONE, 0, rows)
+        known = (rows != NONE) & ((index.flags[safe] & GHOST) == 0)
+        same = known & (index.generations[safe] == generations)
+        self._seen[rows[same & (rows < len(self._seen))]] = True
+        busy = known & ((index.flags[safe] & WRITING) != 0)
+        older = known & ~same & ~ignored & (generations < index.generations[safe])
+        newer = known & ~same & ~ignored & ~busy & (generations > index.generations[safe])
+        self._delete(batch, chosen[older])
+        if newer.any():
+            core.queue(retire(core, rows[newer])[0])
+        wanted = np.flatnonzero(~ignored & ~busy & (~known | newer))
+        wanted = wanted[_newest_of_each(keys[wanted], generations[wanted])]
+        return self._adopt(batch, chosen[wanted], space, keys[wanted])
+
+    def _gone(self) -> U64:
+        given_up = self._core.given_up
+        return np.concatenate([self._given_up, *(given_up or [])])
+
+    def _delete(self, batch: Scanned, chosen: np.ndarray) -> None:
+        if len(chosen):
+            blocks = _blocks(batch, chosen)
+            self._core.queue(
+                Step(lambda: self._delete_blocks(blocks), lambda _step: None)
+            )
+
+    def _delete_blocks(self, blocks: Blocks) -> None:
+        self._core.engine.delete_many(blocks)
+
+    def _adopt(
+        self, batch: Scanned, chosen: np.ndarray, space: int, keys: np.ndarray
+    ) -> events.Records:
+        core, index = self._core, self._core.index
+        if not len(chosen):
+            return events.blank(0, events.Kind.PUT)
+        now = core.clock.micros()
+        lengths, generations = batch.lengths[chosen], batch.generations[chosen]
+        found = index.find(space, keys)
+        new = found == NONE
+        rows = found.copy()
+        rows[new] = index.insert(space, keys[new], lengths[new], generations[new], now)
+        index.realize(rows[~new], lengths[~new], generations[~new], now)
+        index.commit(rows, batch.places[chosen])
+        ghosts = self._link(batch, chosen, space, rows)
+        self._adopted.append(rows)
+        self._written.append(batch.written_ns[chosen])
+        core.index.set_flags(rows, core.doubt)
+        return np.concatenate(
+            [
+                versions.records(index, core.namespaces, ghosts, events.Kind.GHOST),
+                versions.records(index, core.namespaces, rows, events.Kind.PUT),
+            ]
+        )
+
+    def _link(self, batch: Scanned, chosen: np.ndarray, space: int, rows: U32) -> U32:
+        """Tie adopted rows to their parents; return the ghosts made for parents not seen yet."""
+        index = self._core.index
+        lengths = batch.parent_lengths[chosen]
+        with_parent = np.flatnonzero(lengths == batch.key_lengths[chosen])
+        if not len(with_parent):
+            return rows[:0]
+        parents = batch.parents[chosen[with_parent]][:, : lengths[with_parent[0]]]
+        unknown = index.find(space, parents) == NONE
+        parent_rows = index.ghosts(space, parents)
+        index.link(rows[with_parent], parent_rows)
+        return np.unique(parent_rows[unknown])
+
+    def _order_by_age(self) -> None:
+        """Let adopted rows be used in the order in which they were written: all we know of it."""
+        if not self._adopted:
+            return
+        rows, written = np.concatenate(self._adopted), np.concatenate(self._written)
+        rows = rows[np.argsort(written, kind="stable")[::-1]]
+        self._core.touch(rows[(self._core.index.flags[rows] & DISK) != 0])
+        log.info("adopted %d blocks that the journal did not know", len(rows))
+
+    def _check_unseen(self) -> None:
+        """Ask the engine once more about rows that the scan did not meet, then drop them."""
+        index = self._core.index
+        rows = np.flatnonzero(~self._seen).astype(np.uint32)
+        there = (index.flags[rows] & DISK) != 0
+        rows = rows[there & (index.generations[rows] <= self._base)]
+        groups = versions.groups(index, self._core.namespaces, rows)
+        absent: list[tuple[U32, U64]] = []
+
+        def ask() -> None:
+            for part, blocks in groups:
+                gone = ~self._core.engine.contains_many(blocks)
+                absent.append((part[gone], blocks.generations[gone]))
+
+        def drop() -> None:
+            for part, generations in absent:
+                discard(self._core, part, generations, "missing")
+            self._end()
+
+        self._queue(ask, drop)
+
+    def _end(self) -> None:
+        self._core.given_up = None
+        if self._strange:
+            self._core.problems.append(
+                f"{self._strange} files of the engine are not valid records; run kvstore fsck"
+            )
+        log.info("scan finished: %d records", self.scanned)
+        self._done()
+
+
+def _groups(batch: Scanned) -> list[np.ndarray]:
+    """Return positions of the batch by (namespace, shard, key length)."""
+    if not len(batch):
+        return []
+    label = np.column_stack(
+        [
+            batch.namespaces,
+            np.ascontiguousarray(batch.shards).view(np.uint8).reshape(len(batch), 2),
+            batch.key_lengths,
+        ]
+    )
+    _, inverse = np.unique(label, axis=0, return_inverse=True)
+    inverse = inverse.ravel()
+    return [np.flatnonzero(inverse == number) for number in range(int(inverse.max()) + 1)]
+
+
+def _newest_of_each(keys: np.ndarray, generations: np.ndarray) -> np.ndarray:
+    """Return a mask that keeps, of several versions of a key, the highest generation."""
+    view = np.ascontiguousarray(keys).view(np.dtype((np.void, keys.shape[1]))).ravel()
+    order = np.argsort(generations, kind="stable")[::-1]
+    _, first = np.unique(view[order], return_index=True)
+    keep = np.zeros(len(keys), np.bool_)
+    keep[order[first]] = True
+    return keep
+
+
+def _blocks(batch: Scanned, chosen: np.ndarray) -> Blocks:
+    first = chosen[0]
+    return Blocks(
+        batch.namespaces[first].tobytes(),
+        int(batch.shards[first]),
+        batch.keys[chosen][:, : batch.key_lengths[first]],
+        batch.lengths[chosen],
+        batch.generations[chosen],
+        batch.places[chosen],
+    )
+
+

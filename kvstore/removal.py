@@ -1,0 +1,160 @@
+"""Taking blocks out of the store: by policy, by name, or because they failed verification.
+
+Order of writes, and why. The rows are hidden first, so nobody finds them any more. The FREE records
+follow, then the bytes leave the disk, then the row ids may be used again. A kill after FREE leaves
+bytes that no row points at; the next opening deletes every version that the journal mentions and no
+row holds, so they do not stay.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore import events, record, versions
+from kvstore.index import DISK, HIDDEN, UNSYNCED
+from kvstore.job import Job
+
+if TYPE_CHECKING:
+    from kvstore.backends.base import U32, U64
+    from kvstore.core import Core
+
+log = logging.getLogger(__name__)
+
+VICTIM_WINDOW = 1024
+
+
+class Removal(Job):
+    """Removes the versions that ``rows`` hold when it is made. Nobody may hold references to them.
+
+    ``bytes`` is what it frees on disk, ``count`` the number of blocks. With ``reason`` the records
+    are damaged: a copy goes to quarantine before they are deleted.
+    """
+
+    def __init__(self, core: Core, rows: U32, reason: str = "") -> None:
+        super().__init__()
+        self._core = core
+        self._reason = reason
+        self._ran = False
+        self._groups = versions.groups(core.index, core.namespaces, rows)
+        self.frees = versions.records(core.index, core.namespaces, rows, events.Kind.FREE)
+        self.count = len(rows)
+        self.bytes = int(record.image_bytes_of(core.index.sizes[rows]).sum())
+        if core.given_up is not None:
+            core.given_up.append(self.frees["generation"])
+        core.index.remove(rows)
+        self._hidden = rows[(core.index.flags[rows] & HIDDEN) != 0]
+        core.going += self.bytes
+
+    @property
+    def generation(self) -> int:
+        """The version of the only row."""
+        return int(self.frees["generation"][0])
+
+    def run(self) -> None:
+        core = self._core
+        if self.count:
+            core.journal.append(self.frees)
+        for _, blocks in self._groups:
+            if self._reason:
+                core.quarantine.keep(core.engine, blocks, self._reason)
+            core.engine.delete_many(blocks)
+        self._ran = True
+
+    def finish(self) -> None:
+        """Release row ids and bytes; if the journal refused, both stay taken until the next open."""
+        if self._ran:
+            self._core.index.free(self._hidden)
+            self._core.going -= self.bytes
+            self._ran = False
+
+
+def retire(core: Core, rows: U32, reason: str = "") -> list[Removal]:
+    """Hide rows that may be in use; return the removals, of which some wait for readers to go.
+
+    Those without readers are one removal, the first of the list, for the caller to run. The others
+    become chores by themselves when their last reader has gone.
+    """
+    references = core.index.take_references(rows)
+    removals = [Removal(core, rows[references == 0], reason)]
+    for row, count in zip(rows[references > 0], references[references > 0], strict=True):
+        removal = Removal(core, rows[rows == row], reason)
+        core.hold(int(row), int(count), removal)
+        removals.append(removal)
+    return removals
+
+
+def make_room(core: Core, need: int) -> Removal | None:
+    """Choose what must leave before ``need`` bytes may be written; None if that cannot be done.
+
+    The caller runs the removal before it writes.
+    """
+    usage = core.usage()
+    wanted = core.space.to_evict(usage, need)
+    victims = choose_victims(core, wanted)
+    freed = int(record.image_bytes_of(core.index.sizes[victims]).sum())
+    if not core.space.allows(usage, need, freed):
+        return None
+    return evict(core, victims)
+
+
+def evict(core: Core, victims: U32) -> Removal:
+    """Make the removal of chosen victims and count it."""
+    removal = Removal(core, victims)
+    core.counters.evictions += removal.count
+    core.counters.evicted_bytes += removal.bytes
+    return removal
+
+
+def choose_victims(core: Core, wanted: int) -> U32:
+    """Return rows whose records take at least ``wanted`` bytes, or all that may go.
+
+    The policy offers candidates, lowest score first; the index lets only those go whose children
+    go too. The window of candidates grows until they suffice.
+    """
+    index, now = core.index, core.clock.seconds()
+    none: U32 = np.zeros(0, np.uint32)
+    if wanted <= 0:
+        return none
+    count = VICTIM_WINDOW
+    while True:
+        candidates = core.policy.candidates(index.last_use, index.flags, count)
+        victims = index.victims(candidates, wanted, now, record.image_bytes_of(index.sizes))
+        freed = int(record.image_bytes_of(index.sizes[victims]).sum())
+        if freed >= wanted or len(candidates) < count:
+            return victims
+        count *= 4
+
+
+def discard(core: Core, rows: U32, generations: U64, kind: str) -> None:
+    """Drop rows whose records turned out ``missing``, ``stale`` or ``damaged``; count each once.
+
+    Two readers may report the same record; only rows that still hold that version count. What a
+    power loss took that was not synced is ``unsynced``: expected, neither kept nor alarmed.
+    """
+    index = core.index
+    current = (index.generations[rows] == generations) & ((index.flags[rows] & DISK) != 0)
+    rows = np.unique(rows[current])
+    if not len(rows):
+        return
+    unsynced = (index.flags[rows] & UNSYNCED) != 0
+    core.counters.unsynced_blocks += int(unsynced.sum())
+    _drop(core, rows[unsynced], "unsynced")
+    rows = rows[~unsynced]
+    if kind == "damaged":
+        core.counters.corrupt_blocks += len(rows)
+    elif kind == "stale":
+        core.counters.stale_blocks += len(rows)
+    else:
+        core.counters.missing_blocks += len(rows)
+    _drop(core, rows, kind, "failed verification" if kind == "damaged" else "")
+
+
+def _drop(core: Core, rows: U32, kind: str, reason: str = "") -> None:
+    if not len(rows):
+        return
+    key = core.index.keys_of(rows[:1])[0].tobytes().hex()
+    log.warning("%d %s block(s) dropped, first key %s...", len(rows), kind, key[:16])
+    core.queue(retire(core, rows, reason)[0])

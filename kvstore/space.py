@@ -1,0 +1,140 @@
+"""How many bytes the store may hold, and how many must go before more come in.
+
+``capacity`` bounds the physical bytes of the whole store directory as ``du`` counts them. The
+evictor steers on *live* bytes (records as stored, header page and padding included): above the high
+watermark it makes room down to the low one. Independently, the filesystem keeps a free-space floor
+for everybody else on it; below it the store stops growing and gives space back, but never more than
+half of what it held when the floor was reached.
+
+Pure arithmetic: every figure is an argument, nothing is read from the system here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstore.errors import ConfigError
+
+MIN_CAPACITY = 64 << 20
+HIGH_WATERMARK = 0.95
+LOW_WATERMARK = 0.92
+MAX_RECORD_SHARE = 4
+"""A record over this fraction (1/n) of the capacity is refused."""
+FLOOR_SHARE = 0.05
+FLOOR_MIN = 10 << 30
+FLOOR_MAX_SHARE = 0.10
+
+
+def check_capacity(capacity: int) -> int:
+    """Refuse a capacity below 64 MiB."""
+    if capacity < MIN_CAPACITY:
+        raise ConfigError(
+            f"capacity is {capacity} bytes", f"set capacity to {MIN_CAPACITY >> 20}MiB or more"
+        )
+    return capacity
+
+
+def default_floor(filesystem_bytes: int) -> int:
+    """Return the free-space floor in bytes: 5 %, at least 10 GiB, at most 10 % of the filesystem."""
+    wanted = max(int(filesystem_bytes * FLOOR_SHARE), FLOOR_MIN)
+    return min(wanted, int(filesystem_bytes * FLOOR_MAX_SHARE))
+
+
+def quarantine_limit(capacity: int) -> int:
+    """Return the bytes that quarantine may hold: max(1 %, min(64 MiB, 5 %)) of the capacity."""
+    return max(capacity // 100, min(64 << 20, capacity // 20))
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What is on the disk now, in bytes.
+
+    ``live``: records that rows point at. ``coming``: records being written. ``going``: records on
+    their way out, still on the disk. ``overhead``: journal, checkpoint, directories, quarantine.
+    ``free``: what the filesystem has left for us (f_bavail).
+    """
+
+    live: int
+    coming: int
+    going: int
+    overhead: int
+    free: int
+
+    @property
+    def physical(self) -> int:
+        return self.live + self.coming + self.going + self.overhead
+
+
+class Space:
+    """The limits of one store. ``at_floor`` tells that the filesystem has less free than it must."""
+
+    def __init__(self, capacity: int, space_factor: float, floor: int, *, frees_space: bool) -> None:
+        self.capacity = check_capacity(capacity)
+        self.floor = floor
+        self._factor = space_factor
+        self._frees_space = frees_space
+        self._live_at_floor: int | None = None
+        self._given_up = False
+
+    @property
+    def at_floor(self) -> bool:
+        return self._live_at_floor is not None
+
+    def high(self, overhead: int) -> int:
+        """Return the live bytes at which eviction begins."""
+        return min(int(self.capacity * HIGH_WATERMARK / self._factor), self.capacity - overhead)
+
+    def low(self, overhead: int) -> int:
+        """Return the live bytes at which eviction ends."""
+        return int(self.high(overhead) * LOW_WATERMARK / HIGH_WATERMARK)
+
+    def fits(self, record_bytes: int) -> bool:
+        return record_bytes <= self.capacity // MAX_RECORD_SHARE
+
+    def observe(self, usage: Usage) -> None:
+        """Note the free bytes of the filesystem; enter or leave the floor state."""
+        if usage.free >= self.floor:
+            self._live_at_floor, self._given_up = None, False
+        elif self._live_at_floor is None:
+            self._live_at_floor = usage.live
+
+    def to_evict(self, usage: Usage, need: int) -> int:
+        """Return the bytes that must leave before ``need`` bytes may be written.
+
+        At the floor new blocks go into recycled space only: as much leaves as comes in.
+        """
+        surplus = usage.live + usage.coming + need - self.high(usage.overhead)
+        wanted = 0
+        if surplus > 0:
+            wanted = surplus + self.high(usage.overhead) - self.low(usage.overhead)
+        over = usage.physical + need - self.capacity
+        wanted = max(wanted, over - usage.going)
+        if need and usage.free - need < self.floor and not self.at_floor:
+            self._live_at_floor = usage.live
+        if self.at_floor:
+            wanted = max(wanted, min(need, self._may_give(usage)))
+        return max(0, wanted)
+
+    def allows(self, usage: Usage, need: int, evicted: int) -> bool:
+        """Tell whether ``need`` bytes may be written once ``evicted`` bytes have left."""
+        after = usage.live + usage.coming + need - evicted
+        if after > self.high(usage.overhead):
+            return False
+        return not self.at_floor or evicted >= need
+
+    def floor_surplus(self, usage: Usage) -> int:
+        """Return the bytes to give back because the filesystem is below its floor."""
+        if not self.at_floor or not self._frees_space or self._given_up:
+            return 0
+        missing = self.floor - usage.free - usage.going
+        return max(0, min(missing, self._may_give(usage)))
+
+    def gave_nothing(self) -> None:
+        """Note that a batch evicted for the floor freed nothing: stop until the floor is left."""
+        self._given_up = True
+
+    def _may_give(self, usage: Usage) -> int:
+        if self._live_at_floor is None:
+            return 0
+        keep = max(self._live_at_floor // 2, self.capacity // 10)
+        return max(0, usage.live - keep)

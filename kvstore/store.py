@@ -1,0 +1,230 @@
+"""The front door of an open store: put, get, contains, delete, evict, flush, list, status.
+
+One thread owns a Store. Questions of the index are answered at once; everything that needs the disk
+comes back as a :class:`~kvstore.job.Job`, begun, for the caller to have performed by a worker and to
+hand to :meth:`Store.finish` afterwards. :meth:`Store.run` does all of that in place. Whoever drives
+the store also takes the jobs out of :attr:`Store.chores` and performs them.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore import events
+from kvstore.answers import BlockStatus
+from kvstore.get import Get
+from kvstore.index import DISK
+from kvstore.keys import space_number
+from kvstore.put import Put, PutRequest
+from kvstore.removal import Removal, choose_victims, evict, retire
+from kvstore.upkeep import Flush, SaveUse, Upkeep
+
+if TYPE_CHECKING:
+    from collections import deque
+    from collections.abc import Sequence
+
+    from kvstore.backends.base import U8, U32
+    from kvstore.core import Core
+    from kvstore.job import Job
+    from kvstore.keys import KeyArray
+    from kvstore.layout import Lock
+    from kvstore.namespaces import Namespace
+
+
+class Store:
+    """An open store. Made by :func:`kvstore.opening.open_store`."""
+
+    def __init__(self, core: Core, lock: Lock) -> None:
+        self.core = core
+        self._lock = lock
+        self._upkeep = Upkeep(core)
+        self._opened = time.monotonic()
+
+    # -- jobs -------------------------------------------------------------------------------------
+
+    @property
+    def chores(self) -> deque[Job]:
+        """Begun jobs that nobody waits for and somebody must perform."""
+        return self.core.chores
+
+    def finish(self, job: Job) -> None:
+        self.core.finish(job)
+
+    def run(self, job: Job) -> None:
+        """Perform a job in place, and the chores that are there or follow from it.
+
+        Raises the failure of the job.
+        """
+        job.perform()
+        self.finish(job)
+        self.run_chores()
+        if job.failure is not None:
+            raise job.failure
+
+    def run_chores(self) -> None:
+        while self.chores:
+            job = self.chores.popleft()
+            job.perform()
+            self.finish(job)
+
+    def tick(self) -> None:
+        """Queue what is due; call it once a second."""
+        self._upkeep.tick(time.monotonic())
+
+    def checkpoint(self) -> None:
+        """Queue the writing of a checkpoint, due or not."""
+        self._upkeep.checkpoint_now()
+
+    # -- blocks -----------------------------------------------------------------------------------
+
+    def put(self, request: PutRequest, images: Sequence[memoryview]) -> Put:
+        """Begin a put; see :class:`~kvstore.put.Put`. Raises InvalidKey, ReadOnly."""
+        job = Put(self.core, request, images)
+        self.core.begin(job)
+        return job
+
+    def get(self, namespace: Namespace, shard: int, keys: KeyArray, budget: int) -> Get:
+        """Begin a get; see :class:`~kvstore.get.Get`. Raises Busy."""
+        job = Get(self.core, namespace, shard, keys, budget)
+        self.core.begin(job)
+        return job
+
+    def contains(self, namespace: Namespace, shard: int, keys: KeyArray) -> np.ndarray:
+        """Return a mask: which of the keys a get would find."""
+        return self.core.index.contains(space_number(namespace.number, shard), keys)
+
+    def prefix(self, namespace: Namespace, shard: int, keys: KeyArray) -> int:
+        """Return how many of the keys a get would find, up to the first that it would not."""
+        return self.core.index.prefix(space_number(namespace.number, shard), keys)
+
+    def delete(
+        self, namespace: Namespace, shard: int, keys: KeyArray
+    ) -> tuple[U8, list[Removal]]:
+        """Begin to remove blocks by name.
+
+        Returns a status per key (OK or MISS) and the removals that must be done before the answer;
+        only the first is the caller's to perform.
+        """
+        rows = self.core.index.find(space_number(namespace.number, shard), keys)
+        there = self.core.index.readable(rows)
+        statuses = np.where(there, BlockStatus.OK, BlockStatus.MISS).astype(np.uint8)
+        removals = retire(self.core, np.unique(rows[there]))
+        for removal in removals:
+            self.core.begin(removal)
+        self.core.counters.deleted += int(there.sum())
+        return statuses, removals
+
+    def evict(self, byte_count: int) -> Removal:
+        """Begin to evict blocks that take at least so many bytes, if so many may go."""
+        removal = evict(self.core, choose_victims(self.core, byte_count))
+        self.core.begin(removal)
+        return removal
+
+    def flush(self) -> Flush:
+        """Begin a barrier: when it is done without failure, all that was written is durable."""
+        job = Flush(self.core)
+        self.core.begin(job)
+        return job
+
+    def list_rows(
+        self, namespace: Namespace | None, start: int, limit: int
+    ) -> tuple[list[tuple[str, int, str]], int | None]:
+        """Return up to ``limit`` blocks as (namespace id, shard, key), hex, and where to go on.
+
+        Blocks come in the order of their rows: none is left out that stays while a list is read.
+        """
+        index, found = self.core.index, []
+        while start < index.row_limit and len(found) < limit:
+            stop = min(index.row_limit, start + limit - len(found))
+            found += self._described(index.rows_between(start, stop), namespace)
+            start = stop
+        return found, start if start < index.row_limit else None
+
+    def _described(self, rows: U32, namespace: Namespace | None) -> list[tuple[str, int, str]]:
+        index = self.core.index
+        rows = rows[index.readable(rows)]
+        if namespace is not None:
+            rows = rows[index.spaces[rows] >> 16 == namespace.number]
+        result = []
+        for row, space in zip(rows.tolist(), index.spaces[rows].tolist(), strict=True):
+            key = index.keys_of(np.array([row], np.uint32))[0].tobytes().hex()
+            result.append((self.core.namespaces.by_number(space >> 16).id.hex(), space & 0xFFFF, key))
+        return result
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def problems(self) -> list[str]:
+        """Return what makes the store degraded, in words; empty when it is healthy."""
+        core, found = self.core, list(self.core.problems)
+        if core.read_only:
+            found.append(f"read-only: {core.read_only}")
+        if core.space.at_floor:
+            found.append("free space of the filesystem is below the floor (min_free)")
+        if core.counters.corrupt_blocks:
+            found.append(f"{core.counters.corrupt_blocks} damaged blocks found; see quarantine/")
+        return found
+
+    def status(self) -> dict[str, object]:
+        """Return the figures of ``kvstore status`` that the store knows; bytes and counts."""
+        core = self.core
+        usage, stats, problems = core.usage(), core.engine.stats(), self.problems()
+        counters = {name: getattr(core.counters, name) for name in core.counters.__slots__}
+        return {
+            "state": "degraded" if problems else "ready",
+            "engine": core.record.engine,
+            "io": stats.io,
+            "store": str(core.path),
+            "uuid": core.record.uuid.hex(),
+            "opens": core.record.opens,
+            "capacity_bytes": core.space.capacity,
+            "used_bytes": usage.physical,
+            "live_bytes": usage.live,
+            "min_free_bytes": core.space.floor,
+            "free_bytes": usage.free,
+            "blocks": core.index.blocks,
+            "memory_bytes": 0,
+            "dirty_blocks": 0,
+            "dirty_bytes": 0,
+            "quarantine_bytes": core.quarantine.bytes,
+            "journal_bytes": core.journal.physical_bytes + core.checkpoint_bytes,
+            "index_bytes_per_block": round(core.index.index_bytes_per_block, 1),
+            "namespaces": len(core.namespaces),
+            **counters,
+            "notes": list(stats.notes),
+            "problems": problems,
+            "uptime_seconds": round(time.monotonic() - self._opened, 1),
+        }
+
+    # -- end --------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Save the order of use, sync everything and mark the journal as complete.
+
+        Call it when no job is under way. A failure leaves no mark: the next opening then treats the
+        store as one that was killed.
+        """
+        core = self.core
+        self.run_chores()
+        if not core.read_only:
+            if core.touched:
+                job: Job = SaveUse(core)
+                core.begin(job)
+                self.run(job)
+            self.run(self.flush())
+            core.journal.append(events.blank(1, events.Kind.CLOSE))
+            core.journal.sync()
+
+    def close(self) -> None:
+        """Let go of everything. Without :meth:`drain` before, this is as if killed."""
+        self.core.journal.close()
+        self.core.engine.close()
+        self._lock.release()
+
+    def rows_on_disk(self) -> U32:
+        """Return all rows whose block is in the engine."""
+        rows = self.core.index.rows_of(None)
+        return rows[(self.core.index.flags[rows] & DISK) != 0]
+

@@ -1,0 +1,99 @@
+"""Rows of the index, described as an engine and as the journal want them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore import events
+from kvstore.backends.base import U32, Blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvstore.index import Index
+    from kvstore.namespaces import Namespaces
+
+
+def groups(index: Index, namespaces: Namespaces, rows: U32) -> list[tuple[U32, Blocks]]:
+    """Return the rows as engine batches, one for each (namespace, shard) among them."""
+    spaces = index.spaces[rows]
+    result = []
+    for space in np.unique(spaces):
+        part = rows[spaces == space]
+        namespace = namespaces.by_number(int(space) >> 16)
+        result.append(
+            (
+                part,
+                Blocks(
+                    namespace.id,
+                    int(space) & 0xFFFF,
+                    index.keys_of(part),
+                    index.sizes[part],
+                    index.generations[part],
+                    index.places[part],
+                ),
+            )
+        )
+    return result
+
+
+def records(index: Index, namespaces: Namespaces, rows: U32, kind: int) -> events.Records:
+    """Return one journal record of ``kind`` per row, filled from the index."""
+    out = events.blank(len(rows), kind)
+    out["row"] = rows
+    out["parent"] = index.parents[rows]
+    out["length"] = index.sizes[rows]
+    out["place"] = index.places[rows]
+    out["generation"] = index.generations[rows]
+    out["last_use"] = index.last_use[rows]
+    out["shard"] = index.spaces[rows] & 0xFFFF
+    numbers = index.spaces[rows] >> 16
+    for number in np.unique(numbers):
+        chosen = np.flatnonzero(numbers == number)
+        keys = index.keys_of(rows[chosen])
+        out["namespace"][chosen] = np.frombuffer(namespaces.by_number(int(number)).id, np.uint8)
+        out["key_length"][chosen] = keys.shape[1]
+        out["key"][chosen[:, None], np.arange(keys.shape[1])] = keys
+    return out
+
+
+def spaces(namespaces: Namespaces, found: events.Records) -> U32:
+    """Return the space (namespace number, shard) of each record; unknown ids get a number too."""
+    result = found["shard"].astype(np.uint32)
+    for identity, chosen in _by_namespace(found):
+        result[chosen] |= np.uint32(namespaces.known(identity).number << 16)
+    return result
+
+
+def blocks_of(found: events.Records) -> list[Blocks]:
+    """Return records as engine batches, one for each (namespace, shard, key length)."""
+    result = []
+    for identity, chosen in _by_namespace(found):
+        part = found[chosen]
+        label = part["shard"].astype(np.uint32) << 8 | part["key_length"]
+        for value in np.unique(label):
+            one = part[label == value]
+            result.append(
+                Blocks(
+                    identity,
+                    int(value) >> 8,
+                    one["key"][:, : int(value) & 0xFF],
+                    one["length"],
+                    one["generation"],
+                    one["place"],
+                )
+            )
+    return result
+
+
+def _by_namespace(found: events.Records) -> Iterator[tuple[bytes, np.ndarray]]:
+    """Yield each namespace id with the positions of its records; a pass per id, no sorting."""
+    ids = np.ascontiguousarray(found["namespace"]).view(np.dtype((np.void, 16))).ravel()
+    left = np.arange(len(found))
+    while len(left):
+        identity = ids[left[0]].tobytes()
+        mine = ids[left] == ids[left[0]]
+        yield identity, left[mine]
+        left = left[~mine]
