@@ -201,8 +201,8 @@ class Engine(ABC):
     EngineError; in a read-only context those that write raise ReadOnly.
     """
 
-    name: ClassVar[str]
-    capabilities: ClassVar[Capabilities]
+    name: str
+    capabilities: Capabilities
     recorded_options: ClassVar[Mapping[str, object]] = {}
     """Options that shape the files, with their defaults: ``create`` fixes them for good, so the
     store keeps them in STORE.json and passes them to every later ``open``."""
@@ -256,6 +256,13 @@ class Engine(ABC):
 
         Raises EngineError, after all were tried, if one is there and cannot be removed: a deletion
         must not be acknowledged while a rebuild could bring the record back.
+        """
+
+    def forget(self, namespace: bytes) -> None:  # noqa: B027
+        """Give up what is kept for a namespace that has no records left, such as directories.
+
+        Optional: without it an engine works, but grows a little with every namespace it has seen.
+        Safe while others put into that namespace.
         """
 
     @abstractmethod
