@@ -1,0 +1,86 @@
+"""Least recently used, exactly.
+
+The index stamps every use with a number that only grows, and stamps the end of a chain lower than
+its start, so the lowest stamps are leaves. Sorting a million stamps for a few victims would cost
+15 us each; instead the lowest thirtieth or so is cut out by a threshold taken from a sample, sorted
+once and kept. A kept row counts as long as it still has the stamp it was kept with: everything used
+since has a higher one, and so has every new row, so the answer is always exact.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstore.columns import DISK, GHOST, HIDDEN, U8, U32, U64, WRITING, Bools
+
+_SAMPLE = 4096
+_SHARE = 32
+_LEAST_KEPT = 4096
+
+
+class Lru:
+    """Offers the rows that were used longest ago."""
+
+    def __init__(self) -> None:
+        self._rows = np.empty(0, np.uint32)
+        self._stamps = np.empty(0, np.uint64)
+        self._start = 0
+
+    @property
+    def state_bytes(self) -> int:
+        return self._rows.nbytes + self._stamps.nbytes
+
+    def candidates(self, last_use: U64, flags: U8, count: int) -> U32:
+        """Return up to ``count`` rows that the engine has, longest unused first: 0.1 to 0.5 us each
+        when asked for a thousand or more of a million."""
+        found = self._kept(last_use, flags, count)
+        if len(found) < count:
+            self._refill(last_use, flags, count)
+            found = self._kept(last_use, flags, count)
+        return found
+
+    def _kept(self, last_use: U64, flags: U8, count: int) -> U32:
+        """Return what is still valid of the rows kept, and forget invalid ones at the start."""
+        parts: list[U32] = [self._rows[:0]]
+        at, missing = self._start, count
+        while missing > 0 and at < len(self._rows):
+            # Look a little further than asked: some have been used or removed since.
+            stop = at + missing + missing // 4 + 16
+            rows, stamps = self._rows[at:stop], self._stamps[at:stop]
+            valid = np.flatnonzero((last_use[rows] == stamps) & _there(flags[rows]))[:missing]
+            if missing == count:
+                self._start = at + int(valid[0]) if len(valid) else min(stop, len(self._rows))
+            parts.append(rows[valid])
+            at, missing = stop, missing - len(valid)
+        return np.concatenate(parts)
+
+    def _refill(self, last_use: U64, flags: U8, count: int) -> None:
+        wanted = max(count, _LEAST_KEPT, len(flags) // _SHARE)
+        rows = _oldest(last_use, flags, wanted)
+        stamps = last_use[rows]
+        order = np.argsort(stamps)
+        self._rows, self._stamps, self._start = rows[order], stamps[order], 0
+
+
+def _oldest(last_use: U64, flags: U8, wanted: int) -> U32:
+    """Return all rows with a stamp up to some threshold: at least ``wanted``, or all there are."""
+    rows = np.flatnonzero(_there(flags)).astype(np.uint32)
+    if len(rows) <= 2 * wanted:
+        return rows
+    stamps = last_use[rows]
+    step = len(rows) // _SAMPLE
+    sample = np.sort(stamps[::step])
+    while True:
+        # Half again as many as wanted, or the error of the sample would often leave too few.
+        rank = wanted * 3 // 2 // step
+        if rank >= len(sample):
+            return rows
+        chosen: U32 = rows[stamps <= sample[rank]]
+        if len(chosen) >= wanted:
+            return chosen
+        wanted *= 2
+
+
+def _there(flags: U8) -> Bools:
+    there: Bools = (flags & np.uint8(DISK | WRITING | GHOST | HIDDEN)) == DISK
+    return there

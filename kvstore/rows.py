@@ -1,0 +1,165 @@
+"""What can be asked of rows by their ids: the read-only face of the index."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.columns import GHOST, U8, U16, U32, U64, UNSYNCED, Bools, Columns
+from kvstore.keys import MAX_KEY_BYTES, KeyArray
+
+Array = TypeVar("Array", bound=npt.NDArray[Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What is known of n rows, as columns: the form in which checkpoints hold them.
+
+    ``keys`` has 64 columns of which the first ``key_lengths`` count; ``parents`` are row ids or
+    NONE; ``stamps`` are last uses. A ghost has size, place and generation 0.
+    """
+
+    rows: U32
+    spaces: U32
+    keys: KeyArray
+    key_lengths: U8
+    parents: U32
+    sizes: U32
+    places: U64
+    generations: U64
+    stamps: U64
+    ghost: Bools
+    unsynced: Bools
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class Spaces:
+    """Space numbers, computed for the rows that are asked for: ``spaces[rows]``."""
+
+    def __init__(self, columns: Columns) -> None:
+        self._columns = columns
+
+    def __getitem__(self, rows: U32) -> U32:
+        return self._columns.space(rows)
+
+
+class RowView:
+    """Columns as read-only arrays over all row ids, lists of rows, and their keys.
+
+    The arrays are views: read them again after an insert, which may move the memory.
+    """
+
+    def __init__(self, columns: Columns) -> None:
+        self._columns = columns
+        self.spaces = Spaces(columns)
+
+    # -- columns ----------------------------------------------------------------------------------
+
+    @property
+    def flags(self) -> U8:
+        return _seen(self._columns.flags)
+
+    @property
+    def sizes(self) -> U32:
+        """Payload bytes as stored."""
+        return _seen(self._columns.sizes)
+
+    @property
+    def places(self) -> U64:
+        return _seen(self._columns.places)
+
+    @property
+    def generations(self) -> U64:
+        return _seen(self._columns.generations)
+
+    @property
+    def last_use(self) -> U64:
+        """Stamps: microseconds, made unique, a later use always higher."""
+        return _seen(self._columns.last_use)
+
+    @property
+    def parents(self) -> U32:
+        return _seen(self._columns.parents)
+
+    @property
+    def children(self) -> U32:
+        """How many rows, ghosts included, have this one as their parent."""
+        return _seen(self._columns.children)
+
+    @property
+    def depths(self) -> U16:
+        """Links to the first ancestor; see :mod:`kvstore.chains` for when it may be less."""
+        return _seen(self._columns.depths)
+
+    @property
+    def references(self) -> U16:
+        return _seen(self._columns.references)
+
+    @property
+    def policy(self) -> U8:
+        """One byte per row that belongs to the eviction policy; may be written."""
+        return self._columns.policy
+
+    @property
+    def row_limit(self) -> int:
+        """All row ids ever given out are below this."""
+        return self._columns.used
+
+    # -- listing ----------------------------------------------------------------------------------
+
+    def rows_of(self, space: int | None) -> U32:
+        """Return all rows of a space, or of all, hidden ones included, in ascending order."""
+        rows = self.rows_between(0, self.row_limit)
+        return rows if space is None else rows[self.spaces[rows] == space]
+
+    def rows_between(self, start: int, stop: int) -> U32:
+        """Return the rows with ids in [start, stop), hidden ones included, in ascending order."""
+        flags = self._columns.flags[start : min(stop, self.row_limit)]
+        return (np.flatnonzero(flags) + start).astype(np.uint32)
+
+    def keys_of(self, rows: U32) -> KeyArray:
+        """Return the keys of rows that have keys of one length. Raises ValueError otherwise."""
+        lengths = self._columns.key_length(rows)
+        if len(rows) and np.any(lengths != lengths[0]):
+            raise ValueError("these rows have keys of several lengths")
+        return self._columns.key_bytes(rows)[:, : lengths[0] if len(rows) else 1]
+
+    def children_of(self, row: int) -> U32:
+        """Return the rows whose parent is ``row``. Looks at every row."""
+        found = np.flatnonzero(self._columns.parents[: self.row_limit] == row)
+        found = found[self._columns.flags[found] != 0]
+        children: U32 = found.astype(np.uint32)
+        return children
+
+    def describe(self, rows: U32) -> Rows:
+        """Return what is known of rows in any state, as columns."""
+        columns, flags = self._columns, self._columns.flags[rows]
+        keys = np.zeros((len(rows), MAX_KEY_BYTES), np.uint8)
+        stored = columns.key_bytes(rows)[:, :MAX_KEY_BYTES]
+        keys[:, : stored.shape[1]] = stored
+        ghost = (flags & GHOST) != 0
+        return Rows(
+            rows=rows,
+            spaces=columns.space(rows),
+            keys=keys,
+            key_lengths=columns.key_length(rows),
+            parents=columns.parents[rows],
+            sizes=np.where(ghost, 0, columns.sizes[rows]).astype(np.uint32),
+            places=np.where(ghost, 0, columns.places[rows]).astype(np.uint64),
+            generations=np.where(ghost, 0, columns.generations[rows]).astype(np.uint64),
+            stamps=columns.last_use[rows],
+            ghost=ghost,
+            unsynced=(flags & UNSYNCED) != 0,
+        )
+
+
+def _seen(array: Array) -> Array:
+    """Return a view through which nothing can be changed."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
