@@ -217,7 +217,7 @@ class Client:
                 continue
             if length > MAX_BLOCK_BYTES:
                 raise errors.ProtocolError(f"a block of {length} bytes was announced", "upgrade")
-            view = memoryview(np.empty(length, np.uint8)).cast("B")
+            view = np.empty(length, np.uint8).data
             exchange.receive(view)
             blocks.append(view)
         return blocks

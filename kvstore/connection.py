@@ -324,7 +324,8 @@ class Connection:
 
     async def _writable(self) -> None:
         ready: asyncio.Future[None] = self._loop.create_future()
-        self._loop.add_writer(self._sock, lambda: ready.done() or ready.set_result(None))
+        self._loop.add_writer(self._sock, ready.set_result, None)
+        ready.add_done_callback(lambda _: self._loop.remove_writer(self._sock))
         try:
             await ready
         finally:

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_ANCESTORS = 4096
+"""Ancestors that one use touches at most: a bound on the owner thread's time, about 1 ms."""
+
 
 class Clock:
     """Wall-clock time, in one place so that tests can turn it."""
@@ -167,10 +170,16 @@ class Core:
     # -- use --------------------------------------------------------------------------------------
 
     def touch(self, rows: U32) -> None:
-        """Note that these rows were used now; the first one (nearest to the root) is the newest."""
+        """Note that these rows were used now; the first one (nearest to the root) is the newest.
+
+        Whoever uses a block uses the prefix before it, even where its bytes came from elsewhere: the
+        ancestors of the first row count as used too, or chains would grow old from the root.
+        """
         if len(rows):
-            self.index.touch(rows, self.clock.micros())
-            self.touched.append(rows)
+            before = self.index.ancestors(int(rows[0]))[:MAX_ANCESTORS]
+            line = np.concatenate([before[::-1], rows])
+            self.index.touch(line, self.clock.micros())
+            self.touched.append(line)
 
     def release(self, rows: U32, generations: U64) -> None:
         """Give references back, to the row or to the version that has left it since."""

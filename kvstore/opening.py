@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from kvstore import backends, checkpoint, events, eviction, layout, versions
+from kvstore import checkpoint, events, eviction, layout, settle, versions
+from kvstore.backends import engine_class
 from kvstore.backends.base import EngineContext
 from kvstore.check import Quarantine
 from kvstore.core import Core
@@ -36,8 +37,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.backends.base import Engine
-    from kvstore.checkpoint import Loaded, Settled
+    from kvstore.checkpoint import Loaded
     from kvstore.layout import StoreRecord
+    from kvstore.settle import Settled
 
 log = logging.getLogger(__name__)
 
@@ -95,8 +97,7 @@ def _reserve(capacity: int) -> int:
 
 
 def _engine(path: Path, record: StoreRecord, options: Options) -> Engine:
-    return backends.make(
-        record.engine,
+    return engine_class(record.engine)(
         EngineContext(
             directory=path / record.blocks,
             store_uuid=record.uuid,
@@ -178,7 +179,7 @@ class Opening:
         engine.open()
         self.phase = "reading the journal"
         loaded = checkpoint.load(self.path / record.blocks, record.uuid, record.epoch)
-        settled = checkpoint.settle(loaded.events)
+        settled = settle.settle(loaded.events)
         core = self._assemble(record, namespaces, engine, loaded, settled)
         core.read_only = trouble
         self._adopt_rows(core, settled)
@@ -236,7 +237,7 @@ class Opening:
                 self.path / layout.QUARANTINE, quarantine_limit(record.capacity_bytes)
             ),
             slab=Slab(self.options.bounce_bytes),
-            synced_generation=settled.synced_generation,
+            synced_generation=settled.synced,
             checkpoint_bytes=loaded.checkpoint_bytes,
             journal_bytes_before=loaded.earlier_journal_bytes,
         )
@@ -276,19 +277,20 @@ class Opening:
             )
         )
         now = time.time()
-        for pin in settled.pins:
-            if pin["last_use"] / 1e6 > now:
-                core.index.pin(int(pin["row"]), float(pin["last_use"]) / 1e6)
+        for row, until in settled.pins.items():
+            if until / 1e6 > now:
+                core.index.pin(row, until / 1e6)
 
     def _recover(self, core: Core, loaded: Loaded, settled: Settled) -> None:
         """Note this opening in the journal, delete leftovers, and scan if need be."""
         boot = layout.boot_id()
-        lost_power = not loaded.clean and (not boot or boot != loaded.boot_id)
+        stopped = loaded.clean or not len(loaded.events)
+        lost_power = not stopped and (not boot or boot != loaded.boot_id)
         untrusted = loaded.torn or loaded.missing
         if lost_power:
             core.doubt = UNSYNCED
             rows = core.index.rows_of(None)
-            doubtful = core.index.generations[rows] > settled.synced_generation
+            doubtful = core.index.generations[rows] > settled.synced
             core.index.set_flags(rows[doubtful], UNSYNCED)
         if core.read_only:
             return
@@ -296,20 +298,19 @@ class Opening:
         mark["namespace"][0] = np.frombuffer(boot.ljust(16, b"\0"), np.uint8)
         mark["generation"] = core.record.opens << 32
         core.journal.append(mark)
-        self._delete_leftovers(core, settled)
+        given_up = _given_up(settled.leftovers, untrusted=untrusted)
+        self._delete(core, given_up)
         if untrusted or lost_power:
             reason = loaded.reason or "the machine was booted without a clean stop before"
             log.warning("%s: scanning the store: %s", self.path, reason)
-            self._reconcile = Reconcile(
-                core, settled.leftovers["generation"], lambda: None
-            )
+            self._reconcile = Reconcile(core, given_up["generation"], lambda: None)
         if untrusted:
             self.phase = "scanning"
             self._run_chores(core)
 
-    def _delete_leftovers(self, core: Core, settled: Settled) -> None:
+    def _delete(self, core: Core, leftovers: events.Records) -> None:
         """Queue the deletion of versions that a kill left between journal and engine."""
-        groups = versions.blocks_of(settled.leftovers)
+        groups = versions.blocks_of(leftovers)
         if not groups:
             return
 
@@ -341,6 +342,14 @@ class Opening:
         core.finish(removal)
         if removal.failure is not None:
             raise removal.failure
+
+
+def _given_up(leftovers: events.Records, *, untrusted: bool) -> events.Records:
+    """Return the versions that must go. Where records are missing from the journal, a version that
+    was begun may also have been finished and acknowledged: then only those that ended for sure."""
+    if not untrusted:
+        return leftovers
+    return leftovers[np.isin(leftovers["kind"], (events.Kind.FREE, events.Kind.PUT))]
 
 
 def open_store(path: Path, options: Options | None = None) -> Store:

@@ -54,7 +54,7 @@ class PutRequest:
     def parent_of(self, position: int) -> bytes:
         """Return the key of the parent of one block, empty if it has none."""
         if position and self.chain:
-            return self.keys[position - 1].tobytes()
+            return bytes(self.keys[position - 1])
         return self.parent if not position else b""
 
     def single(self, position: int) -> PutRequest:
@@ -108,7 +108,7 @@ class Put(Job):
         readable = index.readable(rows)
         self.statuses[~unknown & ~same] = BlockStatus.CONFLICT
         self.statuses[readable & same] = BlockStatus.ALREADY_PRESENT
-        self._hold(rows[readable & same])
+        self._hold(rows[readable])
         for position in np.flatnonzero(~unknown & same & ~readable):
             self.joined.setdefault(self._core.writing[int(rows[position])], []).append(
                 int(position)
@@ -118,6 +118,10 @@ class Put(Job):
     def _hold(self, rows: U32) -> None:
         """Keep known rows while we work: they are used now, and may be parents of what comes."""
         core = self._core
+        if self._request.parent:
+            parent = np.frombuffer(self._request.parent, np.uint8)[None]
+            row = core.index.find(self._space, parent)
+            rows = np.concatenate([row[core.index.readable(row)], rows])
         core.touch(rows)
         core.index.acquire(rows)
         self._held = rows
@@ -135,15 +139,16 @@ class Put(Job):
             return_index=True,
             return_inverse=True,
         )
-        first_position = positions[first[inverse]]
-        for position in positions[first_position != positions]:
-            self.joined.setdefault(self, []).append(int(position))
-        return positions[first_position == positions]
+        later = positions[first[inverse]] != positions
+        for position in positions[later].tolist():
+            self.joined.setdefault(self, []).append(position)
+        kept: np.ndarray = positions[~later]
+        return kept
 
     def _make_room(self, fresh: np.ndarray) -> bool:
         """Reserve space for the fresh blocks, choosing victims if need be; False when full."""
         need = int(record.image_bytes_of(self._request.lengths[fresh]).sum())
-        removal = self._core.make_room(need)
+        removal = make_room(self._core, need)
         if removal is None:
             self.statuses[fresh] = BlockStatus.FULL
             return False

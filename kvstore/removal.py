@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore import events, record, versions
-from kvstore.index import DISK, HIDDEN, UNSYNCED
+from kvstore.index import DISK, UNSYNCED
 from kvstore.job import Job
 
 if TYPE_CHECKING:
@@ -44,8 +44,7 @@ class Removal(Job):
         self.bytes = int(record.image_bytes_of(core.index.sizes[rows]).sum())
         if core.given_up is not None:
             core.given_up.append(self.frees["generation"])
-        core.index.remove(rows)
-        self._hidden = rows[(core.index.flags[rows] & HIDDEN) != 0]
+        self._hidden = core.index.remove(rows)
         core.going += self.bytes
 
     @property
@@ -121,7 +120,7 @@ def choose_victims(core: Core, wanted: int) -> U32:
     count = VICTIM_WINDOW
     while True:
         candidates = core.policy.candidates(index.last_use, index.flags, count)
-        victims = index.victims(candidates, wanted, now, record.image_bytes_of(index.sizes))
+        victims = index.victims(candidates, wanted, now)
         freed = int(record.image_bytes_of(index.sizes[victims]).sum())
         if freed >= wanted or len(candidates) < count:
             return victims

@@ -18,10 +18,11 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from kvstore import keys
+from kvstore import __version__, keys
 from kvstore.answers import BlockStatus
 from kvstore.connection import Connection
 from kvstore.errors import (
@@ -120,13 +121,10 @@ class Server:
 
     async def _open(self) -> None:
         started = time.monotonic()
-        opened = self._loop.run_in_executor(self._pool, self._opening.open)
         stop = self._loop.create_task(self._stop.wait())
-        await asyncio.wait({opened, stop}, return_when=asyncio.FIRST_COMPLETED)
-        if not opened.done():
-            self._opening.cancel()
+        stop.add_done_callback(lambda _: self._opening.cancel())
+        store = await self.in_worker(self._opening.open)
         stop.cancel()
-        store = await opened
         if store is None:
             return
         self._store = store
@@ -205,7 +203,10 @@ class Server:
             connection = Connection(self, sock)
             task = self._loop.create_task(connection.serve())
             self._clients[connection] = task
-            task.add_done_callback(lambda _, gone=connection: self._clients.pop(gone))
+            task.add_done_callback(partial(self._forget, connection))
+
+    def _forget(self, connection: Connection, _: asyncio.Task[None]) -> None:
+        del self._clients[connection]
 
     @property
     def stopping(self) -> bool:
@@ -365,6 +366,7 @@ class Server:
             answer["state"] = "draining"
         return {
             **answer,
+            "version": __version__,
             "pid": os.getpid(),
             "socket": str(self.settings.socket),
             "clients": len(self._clients),

@@ -136,7 +136,8 @@ class Store:
 
         Blocks come in the order of their rows: none is left out that stays while a list is read.
         """
-        index, found = self.core.index, []
+        index = self.core.index
+        found: list[tuple[str, int, str]] = []
         while start < index.row_limit and len(found) < limit:
             stop = min(index.row_limit, start + limit - len(found))
             found += self._described(index.rows_between(start, stop), namespace)
@@ -226,5 +227,6 @@ class Store:
     def rows_on_disk(self) -> U32:
         """Return all rows whose block is in the engine."""
         rows = self.core.index.rows_of(None)
-        return rows[(self.core.index.flags[rows] & DISK) != 0]
+        there: U32 = rows[(self.core.index.flags[rows] & DISK) != 0]
+        return there
 

@@ -39,7 +39,7 @@ def groups(index: Index, namespaces: Namespaces, rows: U32) -> list[tuple[U32, B
     return result
 
 
-def records(index: Index, namespaces: Namespaces, rows: U32, kind: int) -> events.Records:
+def records(index: Index, namespaces: Namespaces, rows: U32, kind: events.Kind) -> events.Records:
     """Return one journal record of ``kind`` per row, filled from the index."""
     out = events.blank(len(rows), kind)
     out["row"] = rows

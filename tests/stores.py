@@ -1,0 +1,117 @@
+"""A store driven in the test's own thread, and blocks to put into it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from kvstore import record
+from kvstore.answers import BlockStatus
+from kvstore.keys import key_array, named, namespace_id
+from kvstore.opening import Opening, Options, open_store
+from kvstore.put import PutRequest
+from kvstore.store import Store
+
+MIB = 1 << 20
+CAPACITY = 64 * MIB
+
+
+def key(number: int) -> bytes:
+    return hashlib.sha256(b"key %d" % number).digest()
+
+
+def block(number: int, size: int = 4096) -> bytes:
+    return np.random.default_rng(number).bytes(size)
+
+
+def options(**changes: object) -> Options:
+    values: dict[str, object] = {"capacity": CAPACITY, "min_free": 0, "bounce_bytes": 16 * MIB}
+    return Options(**{**values, **changes})  # type: ignore[arg-type]
+
+
+class Local:
+    """An open store with calls that take bytes; ``store`` is the real thing."""
+
+    def __init__(self, path: Path, **changes: object) -> None:
+        self.path = path
+        self.store: Store = open_store(path, options(**changes))
+        self.core = self.store.core
+        found = self.core.namespaces.by_id(namespace_id(named("default")))
+        assert found is not None
+        self.namespace = found
+
+    def put(
+        self,
+        keys: Sequence[bytes],
+        blocks: Sequence[bytes],
+        *,
+        shard: int = 0,
+        durable: bool = False,
+        chain: bool = False,
+        parent: bytes = b"",
+        label: str = "",
+    ) -> list[int]:
+        lengths = np.array([len(one) for one in blocks], np.uint32)
+        extents = self.core.slab.allocate(record.image_bytes_of(lengths).tolist())
+        try:
+            for extent, one in zip(extents, blocks, strict=True):
+                extent.view[record.HEADER_PAGE : record.HEADER_PAGE + len(one)] = one
+            request = PutRequest(
+                self.namespace,
+                shard,
+                key_array(keys),
+                lengths,
+                durable=durable,
+                chain=chain,
+                parent=parent,
+                label=label,
+            )
+            job = self.store.put(request, [extent.view for extent in extents])
+            self.store.run(job)
+        finally:
+            self.core.slab.release(extents)
+        return [int(status) for status in job.statuses]
+
+    def get(self, keys: Sequence[bytes], *, shard: int = 0) -> list[bytes | None]:
+        names, found = key_array(keys), []
+        while len(found) < len(names):
+            job = self.store.get(self.namespace, shard, names[len(found) :], 8 * MIB)
+            self.store.run(job)
+            found += [
+                bytes(job.payload(position)) if status == BlockStatus.OK else None
+                for position, status in enumerate(job.statuses)
+            ]
+            job.close()
+        return found
+
+    def contains(self, keys: Sequence[bytes], *, shard: int = 0) -> list[bool]:
+        mask = self.store.contains(self.namespace, shard, key_array(keys))
+        return [bool(one) for one in mask]
+
+    def delete(self, keys: Sequence[bytes], *, shard: int = 0) -> int:
+        statuses, removals = self.store.delete(self.namespace, shard, key_array(keys))
+        self.store.run(removals[0])
+        return int((statuses == BlockStatus.OK).sum())
+
+    def tick(self) -> None:
+        self.store.tick()
+        self.store.run_chores()
+
+    def stop(self) -> None:
+        """End as after SIGTERM."""
+        self.store.drain()
+        self.store.close()
+
+    def kill(self) -> None:
+        """End as after SIGKILL: nothing is saved, the kernel keeps what was written."""
+        self.store.close()
+
+    def files(self) -> list[Path]:
+        """Return the block files, sorted by name."""
+        return sorted((self.path / "blocks").rglob("*.kvb"))
+
+
+__all__ = ["CAPACITY", "MIB", "Local", "Opening", "block", "key", "options"]
