@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,9 +19,10 @@ from kvstore import files
 from kvstore.errors import CorruptStore
 from kvstore.events import RECORD, RECORD_BYTES, Kind, Records, blank, intact, seal
 from kvstore.journal import HEADER_BYTES, UNIT_STEP, VERSION, FileHeader, FileKind, parse_name
+from kvstore.settle import Settled as Settled
+from kvstore.settle import settle as settle
 
 if TYPE_CHECKING:
-    from io import BufferedReader
     from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -189,7 +189,7 @@ class _File:
 def _look(directory: Path, kind: FileKind, sequence: int) -> _File:
     file = _File(kind.path(directory, sequence), kind, sequence)
     try:
-        with _open(file.path) as opened:
+        with files.open_regular(file.path) as opened:
             file.size = os.fstat(opened.fileno()).st_size
             header = FileHeader.decode(os.pread(opened.fileno(), HEADER_BYTES, 0))
     except (OSError, CorruptStore) as error:
@@ -202,15 +202,6 @@ def _look(directory: Path, kind: FileKind, sequence: int) -> _File:
     if file.newer:
         file.damage = f"version {header.version} is not supported"
     return file
-
-
-def _open(path: Path) -> BufferedReader:
-    # Not blocking, so that a pipe of that name cannot hang us.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise CorruptStore("it is not a regular file")
-    return open(descriptor, "rb")
 
 
 def _words(error: OSError | CorruptStore) -> str:
@@ -248,7 +239,7 @@ class _Reader:
     def _fill(file: _File, view: memoryview) -> int:
         filled = 0
         try:
-            with _open(file.path) as opened:
+            with files.open_regular(file.path) as opened:
                 while filled < len(view):
                     got = os.preadv(opened.fileno(), [view[filled:]], HEADER_BYTES + filled)
                     if not got:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from typing import TYPE_CHECKING
 
 from kvstore.errors import (
+    CorruptStore,
     EngineError,
     KVStoreError,
     PermissionDenied,
@@ -15,6 +17,7 @@ from kvstore.errors import (
 )
 
 if TYPE_CHECKING:
+    from io import BufferedReader
     from pathlib import Path
 
 FILE_MODE = 0o600
@@ -45,6 +48,27 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a regular file for reading; never follow a link, never wait for a pipe.
+
+    Raises OSError, or CorruptStore if it is something else.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CorruptStore("it is not a regular file")
+    return open(descriptor, "rb")
+
+
+def read_regular(path: Path, limit: int) -> bytes:
+    """Return the content of a regular file. Raises OSError, or CorruptStore beyond ``limit``."""
+    with open_regular(path) as opened:
+        data = opened.read(limit + 1)
+    if len(data) > limit:
+        raise CorruptStore(f"it has more than {limit} bytes")
+    return data
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:

@@ -1,0 +1,263 @@
+"""The namespaces of a store: one JSON file per id, holding the record and the keys' length.
+
+``namespaces/<32 hex digits>.json`` is ``{"record": {...}, "key_length": 36}``; the id must be that
+of the record (:func:`kvstore.keys.namespace_id`), so a damaged file is noticed. ``key_length`` is
+null until the first put. A file is durable before the first record of its namespace is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvstore import files
+from kvstore.errors import (
+    CorruptStore,
+    InvalidKey,
+    KVStoreError,
+    ReadOnly,
+    StoreFull,
+    UnknownNamespace,
+)
+from kvstore.keys import (
+    DEFAULT_NAMESPACE,
+    MAX_KEY_BYTES,
+    MAX_NAMESPACE_RECORD_BYTES,
+    MAX_NAMESPACES,
+    NAMESPACE_ID_BYTES,
+    NamespaceRecord,
+    named,
+    namespace_id,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+_MAX_FILE_BYTES = 2 * MAX_NAMESPACE_RECORD_BYTES
+_MAX_NUMBERS = 1 << 16
+_SUFFIX = ".json"
+
+
+@dataclass(eq=False, slots=True)
+class Namespace:
+    """One namespace of an open store.
+
+    ``record`` is None while only the id is known (its file is damaged or gone): such a namespace
+    keeps its blocks but is opened by nobody. ``number`` stands for it in this process only.
+    """
+
+    id: bytes
+    number: int
+    record: NamespaceRecord | None
+    key_length: int | None = None
+
+
+class Namespaces:
+    """All namespaces of a store. Any thread may use it; files are written under one lock.
+
+    ``problems`` lists, in words, files that make no sense.
+    """
+
+    def __init__(self, directory: Path, read_only: bool = False) -> None:
+        self.problems: list[str] = []
+        self._directory = directory
+        self._read_only = read_only
+        self._by_id: dict[bytes, Namespace] = {}
+        self._numbered: list[Namespace] = []
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """How many there are whose record is known."""
+        return sum(namespace.record is not None for namespace in self._numbered)
+
+    def __iter__(self) -> Iterator[Namespace]:
+        return iter([item for item in self._numbered if item.record is not None])
+
+    def load(self) -> None:
+        """Read all files. A damaged one is noted in ``problems`` and logged, never raised.
+
+        The default namespace is always there: its record needs no file. Raises PermissionDenied or
+        EngineError if the directory cannot be read.
+        """
+        try:
+            names = sorted(os.listdir(self._directory))
+        except FileNotFoundError:
+            names = []
+            self._note(f"{self._directory} is missing")
+        except OSError as error:
+            raise files.translate(error, f"read {self._directory}") from error
+        for name in names:
+            identity = _id_of(name)
+            if identity is not None:
+                self._load_one(identity)
+        default = self.known(namespace_id(named(DEFAULT_NAMESPACE)))
+        default.record = default.record or named(DEFAULT_NAMESPACE)
+
+    def _load_one(self, identity: bytes) -> None:
+        namespace = self.known(identity)
+        path = self._path(identity)
+        try:
+            data = files.read_regular(path, _MAX_FILE_BYTES)
+            namespace.record, namespace.key_length = decode(data, identity)
+        except (OSError, CorruptStore) as error:
+            reason = error.message if isinstance(error, CorruptStore) else error.strerror
+            self._note(f"{path} is damaged: {reason}; its blocks are kept until it is opened again")
+
+    def _note(self, problem: str) -> None:
+        log.error("%s", problem)
+        self.problems.append(problem)
+
+    # -- finding ----------------------------------------------------------------------------------
+
+    def by_id(self, identity: bytes) -> Namespace | None:
+        """Return the namespace if its record is known."""
+        namespace = self._by_id.get(identity)
+        return namespace if namespace is not None and namespace.record is not None else None
+
+    def by_number(self, number: int) -> Namespace:
+        return self._numbered[number]
+
+    def known(self, identity: bytes) -> Namespace:
+        """Return the namespace of an id found in a record, giving it a number if it has none."""
+        found = self._by_id.get(identity)
+        if found is not None:
+            return found
+        with self._lock:
+            return self._by_id.get(identity) or self._add(identity, None)
+
+    def open(self, record: NamespaceRecord, create: bool) -> Namespace:
+        """Return the namespace of a full record, making it durably with ``create``.
+
+        Whoever has the record restores a damaged file by this. Raises UnknownNamespace, InvalidKey
+        (a record that has no canonical form), StoreFull (too many, or the disk), ReadOnly,
+        PermissionDenied, EngineError.
+        """
+        identity = namespace_id(record)
+        with self._lock:
+            namespace = self._by_id.get(identity)
+            if namespace is None:
+                return self._create(identity, record, create)
+            if namespace.record is None:
+                self._restore(namespace, record)
+            return namespace
+
+    def _create(self, identity: bytes, record: NamespaceRecord, create: bool) -> Namespace:
+        if not create:
+            raise UnknownNamespace(
+                f"namespace {identity.hex()} does not exist", "check its record, or create it"
+            )
+        if len(self) >= MAX_NAMESPACES:
+            raise StoreFull(
+                f"the store has {MAX_NAMESPACES} namespaces, no more are allowed",
+                "use one of them, or another store",
+            )
+        self._write(identity, record, None)
+        return self._add(identity, record)
+
+    def _restore(self, namespace: Namespace, record: NamespaceRecord) -> None:
+        """Believe a record whose id is that of a damaged file, and try to write the file again."""
+        namespace.record = record
+        try:
+            self._write(namespace.id, record, namespace.key_length)
+        except KVStoreError as error:
+            log.warning("namespace %s is usable, its file is not: %s", namespace.id.hex(), error)
+
+    def _add(self, identity: bytes, record: NamespaceRecord | None) -> Namespace:
+        if len(self._numbered) >= _MAX_NUMBERS:
+            raise CorruptStore(
+                f"the records of this store name {_MAX_NUMBERS} namespaces", "run kvstore fsck"
+            )
+        namespace = Namespace(identity, len(self._numbered), record)
+        self._numbered.append(namespace)
+        self._by_id[identity] = namespace
+        return namespace
+
+    # -- key length -------------------------------------------------------------------------------
+
+    def set_key_length(self, namespace: Namespace, length: int) -> None:
+        """Fix the length of the namespace's keys, durably; nothing to do if it is that already.
+
+        Raises InvalidKey if another length is fixed, and what :meth:`open` raises for writing.
+        """
+        if namespace.key_length == length:
+            return
+        with self._lock:
+            if namespace.key_length not in (None, length):
+                raise InvalidKey(
+                    f"a key of {length} bytes in namespace {namespace.id.hex()}, "
+                    f"whose keys have {namespace.key_length}",
+                    "use another namespace, or empty this one first",
+                )
+            self._save_length(namespace, length)
+
+    def forget(self, namespace: Namespace) -> None:
+        """Let the next put fix the length of keys anew; call it when the namespace is empty."""
+        with self._lock:
+            if namespace.key_length is not None:
+                self._save_length(namespace, None)
+
+    def _save_length(self, namespace: Namespace, length: int | None) -> None:
+        if namespace.record is not None:
+            self._write(namespace.id, namespace.record, length)
+        namespace.key_length = length
+
+    # -- files ------------------------------------------------------------------------------------
+
+    def _path(self, identity: bytes) -> Path:
+        return self._directory / (identity.hex() + _SUFFIX)
+
+    def _write(self, identity: bytes, record: NamespaceRecord, key_length: int | None) -> None:
+        path = self._path(identity)
+        if self._read_only:
+            raise ReadOnly(
+                f"cannot write {path}: the store is open for reading", "open it to write"
+            )
+        try:
+            if not self._directory.exists():
+                self._directory.mkdir(files.DIRECTORY_MODE)
+                files.sync_directory(self._directory.parent)
+            files.replace(path, encode(record, key_length))
+        except OSError as error:
+            raise files.translate(error, f"write {path}") from error
+
+
+def encode(record: NamespaceRecord, key_length: int | None) -> bytes:
+    """Return a namespace file in bytes."""
+    document = {"record": record, "key_length": key_length}
+    return json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"
+
+
+def decode(data: bytes, identity: bytes) -> tuple[NamespaceRecord, int | None]:
+    """Return record and key length of a namespace file. Raises CorruptStore."""
+    try:
+        document = json.loads(data)
+        record, length = document["record"], document["key_length"]
+        if not isinstance(record, dict) or namespace_id(record) != identity:
+            raise CorruptStore("its record has another id")
+    except KVStoreError as error:
+        raise CorruptStore(error.message) from None
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CorruptStore(f"it is no namespace ({error})") from None
+    if length is None:
+        return record, None
+    if type(length) is not int or not 1 <= length <= MAX_KEY_BYTES:
+        raise CorruptStore(f"its key length is {length!r}")
+    return record, length
+
+
+def _id_of(name: str) -> bytes | None:
+    """Return the id that a file name spells, in lower-case hex, or None."""
+    stem = name.removesuffix(_SUFFIX)
+    try:
+        identity = bytes.fromhex(stem)
+    except ValueError:
+        return None
+    exact = name == identity.hex() + _SUFFIX and len(identity) == NAMESPACE_ID_BYTES
+    return identity if exact else None
