@@ -30,6 +30,23 @@ _MANIFEST_SHARE = 8
 """The manifest alone may take this fraction (1/n) of the limit beyond it."""
 
 
+def is_whole(engine: Engine, store: bytes, one: Blocks) -> bool:
+    """Read one record, apart from everything else, and tell whether it is what it should be."""
+    with mmap.mmap(-1, record.image_bytes(int(one.lengths[0]))) as buffer, memoryview(buffer) as image:
+        read = engine.get_many_into(one, [image])
+        verdict, _, _ = record.judge(
+            image,
+            int(read.filled[0]),
+            store=store,
+            namespace=one.namespace,
+            shard=one.shard,
+            key=one.keys[0].tobytes(),
+            generation=int(one.generations[0]),
+            length=int(one.lengths[0]),
+        )
+        return read.statuses[0] == Status.OK and verdict == record.Verdict.OK
+
+
 class Quarantine:
     """Copies of damaged records in ``directory``, at most ``limit`` bytes as ``du`` counts them."""
 

@@ -94,6 +94,8 @@ class Put(Job):
         fresh = self._sort_out()
         if len(fresh) and self._make_room(fresh):
             self._insert(fresh, images)
+        else:
+            self._use()
 
     # -- begin: on the owner thread ---------------------------------------------------------------
 
@@ -116,13 +118,12 @@ class Put(Job):
         return self._first_of_each(np.flatnonzero(unknown))
 
     def _hold(self, rows: U32) -> None:
-        """Keep known rows while we work: they are used now, and may be parents of what comes."""
+        """Keep known rows while we work: they may be parents of what comes."""
         core = self._core
         if self._request.parent:
             parent = np.frombuffer(self._request.parent, np.uint8)[None]
             row = core.index.find(self._space, parent)
             rows = np.concatenate([row[core.index.readable(row)], rows])
-        core.touch(rows)
         core.index.acquire(rows)
         self._held = rows
         if self._request.durable and len(rows):
@@ -169,6 +170,7 @@ class Put(Job):
         )
         index.realize(rows[~new], lengths[~new], generations[~new], core.clock.micros())
         ghost = self._link(fresh, rows)
+        self._use()
         self._fresh, self._rows = fresh, rows
         self._images = [images[position] for position in fresh]
         self._blocks = versions.groups(index, core.namespaces, rows)[0][1]
@@ -176,6 +178,11 @@ class Put(Job):
         self._ghosts = versions.records(index, core.namespaces, ghost, events.Kind.GHOST)
         self._parents = [request.parent_of(int(position)) for position in fresh]
         core.writing.update(dict.fromkeys(rows.tolist(), self))
+
+    def _use(self) -> None:
+        """Note that all blocks of the batch were used, the known ones too."""
+        rows = self._core.index.find(self._space, self._request.keys)
+        self._core.touch(rows[rows != NONE])
 
     def _link(self, fresh: np.ndarray, rows: U32) -> U32:
         """Tie the new rows to their parents; return the ghost row made for an unknown one."""

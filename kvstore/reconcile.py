@@ -15,6 +15,7 @@ import numpy as np
 
 from kvstore import events, versions
 from kvstore.backends.base import Blocks, Scanned
+from kvstore.check import is_whole
 from kvstore.index import DISK, GHOST, NONE, WRITING
 from kvstore.keys import space_number
 from kvstore.removal import discard, retire
@@ -165,29 +166,37 @@ class Reconcile:
         log.info("adopted %d blocks that the journal did not know", len(rows))
 
     def _check_unseen(self) -> None:
-        """Ask the engine once more about rows that the scan did not meet, then drop them."""
+        """Look at the rows that the scan did not meet: nothing is there, or no valid header."""
         index = self._core.index
         rows = np.flatnonzero(~self._seen).astype(np.uint32)
         there = (index.flags[rows] & DISK) != 0
         rows = rows[there & (index.generations[rows] <= self._base)]
         groups = versions.groups(index, self._core.namespaces, rows)
-        absent: list[tuple[U32, U64]] = []
+        found: list[tuple[U32, U64, str]] = []
 
-        def ask() -> None:
+        def look() -> None:
+            engine, uuid = self._core.engine, self._core.uuid
             for part, blocks in groups:
-                gone = ~self._core.engine.contains_many(blocks)
-                absent.append((part[gone], blocks.generations[gone]))
+                there = engine.contains_many(blocks)
+                bad = [
+                    number
+                    for number in np.flatnonzero(there).tolist()
+                    if not is_whole(engine, uuid, blocks.take(slice(number, number + 1)))
+                ]
+                found.append((part[~there], blocks.generations[~there], "missing"))
+                found.append((part[bad], blocks.generations[bad], "damaged"))
 
         def drop() -> None:
-            for part, generations in absent:
-                discard(self._core, part, generations, "missing")
+            for part, generations, kind in found:
+                discard(self._core, part, generations, kind)
+                self._strange -= len(part) if kind == "damaged" else 0
             self._end()
 
-        self._queue(ask, drop)
+        self._queue(look, drop)
 
     def _end(self) -> None:
         self._core.given_up = None
-        if self._strange:
+        if self._strange > 0:
             self._core.problems.append(
                 f"{self._strange} files of the engine are not valid records; run kvstore fsck"
             )
