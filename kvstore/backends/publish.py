@@ -190,19 +190,23 @@ class Put:
     def publish(self) -> None:
         """Give complete files their names, directory by directory, and sync the directories."""
         fans = {draft.fan for draft in self._complete}
-        each = self._sync and len(fans) <= SYNC_EACH
+        each = len(fans) <= SYNC_EACH
         with Folders(self._shop.root, self._shop.syncs.make_folder) as folders:
             try:
-                self._place_all(folders, sync=each)
-                if each and fans:
-                    self._shop.syncs.settle(folders, self._namespace)
-                elif self._sync and fans:
-                    self._shop.syncs.everything()
+                self._place_all(folders, sync=self._sync and each)
+                if self._sync and (self.statuses == Status.OK).any():
+                    self._sync_above(folders, each=each)
             except OSError as error:
                 self._shop.syncs.fail(error)
                 self._withdraw(folders)
             except EngineError:
                 self._withdraw(folders)
+
+    def _sync_above(self, folders: Folders, *, each: bool) -> None:
+        if each:
+            self._shop.syncs.settle(folders, self._namespace)
+        else:
+            self._shop.syncs.everything()
 
     def _write(self, draft: _Draft, image: memoryview) -> int:
         try:
@@ -229,27 +233,31 @@ class Put:
         self._held.clear()
 
     def _place_all(self, folders: Folders, *, sync: bool) -> None:
+        """Rename; raises OSError only if the sync of a directory fails."""
         self._complete.sort()
         for fan, group in itertools.groupby(self._complete, attrgetter("fan")):
-            for draft in group:
-                try:
-                    self._place(folders, draft)
-                    self.statuses[draft.number] = Status.OK
-                except OSError as error:
-                    self._refuse(draft, error)
-            if sync:
+            placed = [draft for draft in group if self._place(folders, draft)]
+            self.statuses[[draft.number for draft in placed]] = Status.OK
+            if sync and placed:
                 os.fsync(folders.enter(self._namespace, fan))
 
-    def _place(self, folders: Folders, draft: _Draft) -> None:
-        spool = self._shop.spool.folder
-        folder = folders.enter(self._namespace, draft.fan)
+    def _place(self, folders: Folders, draft: _Draft) -> bool:
         try:
-            os.rename(draft.temporary, draft.name, src_dir_fd=spool, dst_dir_fd=folder)
-        except FileNotFoundError:
-            # The directory was removed since we opened it: begin again from the top.
-            folders.leave(0)
-            folder = folders.enter(self._namespace, draft.fan)
-            os.rename(draft.temporary, draft.name, src_dir_fd=spool, dst_dir_fd=folder)
+            try:
+                self._rename(folders, draft)
+            except FileNotFoundError:
+                # The directory was removed since we opened it: begin again from the top.
+                folders.leave(0)
+                self._rename(folders, draft)
+        except OSError as error:
+            self._refuse(draft, error)
+            return False
+        return True
+
+    def _rename(self, folders: Folders, draft: _Draft) -> None:
+        folder = folders.enter(self._namespace, draft.fan)
+        spool = self._shop.spool.folder
+        os.rename(draft.temporary, draft.name, src_dir_fd=spool, dst_dir_fd=folder)
 
     def _withdraw(self, folders: Folders) -> None:
         """After a failed sync: take back what has its name already, since it is not durable."""

@@ -82,7 +82,7 @@ def full_images(blocks: Blocks, *, parent: bytes = b"", label: str = "") -> list
         image[HEADER_PAGE:] = payload.ljust(len(image) - HEADER_PAGE, b"\0")
         header = Header(
             store=STORE, namespace=blocks.namespace, shard=blocks.shard, key=key, parent=parent,
-            generation=generation, written_ns=WRITTEN_NS + generation, logical_length=length,
+            generation=generation, written_ns=WRITTEN_NS + generation % 1000, logical_length=length,
             stored_length=length, checksum=payload_checksum(payload), label=label,
         )  # fmt: skip
         encode_into(header, image[:HEADER_PAGE])
