@@ -165,6 +165,7 @@ def load(flags: Mapping[str, object], environ: Mapping[str, str] | None = None) 
     settings = Settings(**{name: _convert(name, *item) for name, item in found.items()})
     origins = {name: item.origin for name, item in found.items()}
     _check(settings, origins)
+    settings = msgspec.structs.replace(settings, store=settings.store.absolute())
     return Loaded(settings, origins, None if table is None else path, _unread(environ))
 
 
@@ -186,7 +187,8 @@ def load_path(
     value: Path = _convert(name, *item)
     if name == "socket":
         _check_socket(value, item.origin)
-    return value
+        return value
+    return value.absolute()
 
 
 def check_memory(loaded: Loaded) -> None:

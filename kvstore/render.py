@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import sys
 import time
@@ -21,6 +22,7 @@ from typing import IO
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _STYLES = {"red": "31", "green": "32", "yellow": "33", "bold": "1"}
 _STATE_STYLES = {"ready": "green", "recovering": "yellow", "draining": "yellow", "degraded": "red"}
+_NUMBER = re.compile(r"-?[\d,]+(\.\d+)?( [A-Za-z%]+)?")
 
 Row = Sequence[object]
 
@@ -55,7 +57,7 @@ def table(head: Sequence[str], rows: Iterable[Row]) -> list[str]:
     """Return lines of aligned columns, numbers to the right, no trailing blanks."""
     body = [[_cell(value) for value in row] for row in rows]
     numeric = [
-        bool(body) and all(row[column].lstrip("-")[:1].isdigit() for row in body)
+        bool(body) and all(_NUMBER.fullmatch(row[column]) for row in body)
         for column in range(len(head))
     ]
     widths = [max(len(row[column]) for row in [list(head), *body]) for column in range(len(head))]
@@ -93,6 +95,12 @@ def plain(value: object) -> object:
         if hasattr(value, convert):
             return getattr(value, convert)()
     raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+def compact(value: object) -> str:
+    """Return JSON on one line, short: for records inside of tables."""
+    text = json.dumps(value, separators=(",", ":"), default=plain, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 @dataclass
@@ -183,7 +191,9 @@ def write_bytes(data: bytes | memoryview, target: str) -> None:
     """
     if target == "-":
         sys.stdout.flush()
-        sys.stdout.buffer.write(data)
+        rest = memoryview(data)
+        while rest:  # unbuffered (PYTHONUNBUFFERED), a write may take a part only
+            rest = rest[sys.stdout.buffer.write(rest) :]
         sys.stdout.buffer.flush()
         return
     path = Path(target)

@@ -1,0 +1,1 @@
+"""Measurements that assert that the answers are right before they time them."""

@@ -1,0 +1,241 @@
+"""Commands that put blocks, get them back, look for them, remove them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvstore.cli.frame import Call, Command, namespace_options, online
+from kvstore.errors import InvalidKey, NotFound, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from kvstore.client import Client
+
+MAX_LABEL_BYTES = 255
+
+
+@click.command(
+    cls=Command,
+    example="kvstore put 00ff -i block.bin --wait\ntar c cfg | kvstore put 0100 -i - --durable",
+    exits=online(e14="no room, and nothing may be evicted", e4="unknown namespace"),
+)
+@click.argument("key")
+@click.option("-i", "--input", "source", metavar="FILE|-", required=True, help="The block's bytes.")
+@click.option("--wait", is_flag=True, help="Answer once the engine and the journal have it.")
+@click.option("--durable", is_flag=True, help="Answer once it survives a power loss.")
+@namespace_options
+@click.option("--create-namespace", is_flag=True, help="Make the namespace if it is not there.")
+@click.option("--parent", metavar="HEX", help="Key of the block before this one in its chain.")
+@click.option("--label", metavar="TEXT", default="", help="Note kept with the block.")
+@click.pass_obj
+def put(
+    call: Call,
+    key: str,
+    source: str,
+    wait: bool,
+    durable: bool,
+    namespace: str,
+    shard: int,
+    create_namespace: bool,
+    parent: str | None,
+    label: str,
+) -> None:
+    """Store one block under KEY (hexadecimal, 1 to 64 bytes)."""
+    from kvstore import keys
+
+    name = keys.parse_hex(key)
+    above = keys.parse_hex(parent) if parent is not None else None
+    keys.check_shard(shard)
+    if len(label.encode()) > MAX_LABEL_BYTES:
+        raise UsageError(
+            "the label is too long", f"keep it within {MAX_LABEL_BYTES} bytes of UTF-8"
+        )
+    record = read_namespace(namespace)
+    data = read_block(source, name)
+    ack = "durable" if durable else "written" if wait else "accepted"
+    with call.client() as client:
+        result = client.put(
+            name,
+            data,
+            namespace=open_namespace(client, record, create=create_namespace),
+            shard=shard,
+            ack=ack,
+            parent=above,
+            label=label,
+        )
+    document = {"key": name.hex(), "bytes": len(data), "result": result, "ack": ack}
+    call.output.result(document, [f"{name.hex()} {len(data)} {result}"])
+
+
+@click.command(
+    cls=Command,
+    example="kvstore get 00ff -o copy.bin\nkvstore get 00ff -o - | sha256sum",
+    exits=online(e4="the block or its namespace is not there"),
+)
+@click.argument("key")
+@click.option("-o", "--output", "target", metavar="FILE|-", help="Where to write the bytes.")
+@namespace_options
+@click.pass_obj
+def get(call: Call, key: str, target: str | None, namespace: str, shard: int) -> None:
+    """Write the block under KEY to a file or, without -o, to a pipe."""
+    from kvstore import keys, render
+
+    name = keys.parse_hex(key)
+    keys.check_shard(shard)
+    if target is None and render.stdout_is_terminal():
+        raise UsageError(
+            "a block is binary and stdout is a terminal", "use -o FILE, or -o - if you mean it"
+        )
+    record = read_namespace(namespace)
+    with call.client() as client:
+        data = client.get(name, namespace=open_namespace(client, record), shard=shard)
+    if data is None:
+        raise NotFound(
+            f"block {name.hex()} is not in namespace {namespace}, shard {shard}", "put it first"
+        )
+    render.write_bytes(data, target or "-")
+    if target not in (None, "-"):
+        call.output.result({"key": name.hex(), "bytes": len(data), "output": target}, [])
+
+
+@click.command(
+    cls=Command,
+    example="kvstore contains 00ff 0100\nkvstore contains --prefix 00ff 0100 0101",
+    exits=online(e0="all of them are there", e4="at least one is not there"),
+)
+@click.argument("keys", metavar="KEY...", nargs=-1, required=True)
+@click.option("--prefix", is_flag=True, help="Count the unbroken run of blocks from the first KEY.")
+@namespace_options
+@click.pass_obj
+def contains(call: Call, keys: tuple[str, ...], prefix: bool, namespace: str, shard: int) -> int:
+    """Tell which blocks are there."""
+    names = parse_keys(keys, shard)
+    record = read_namespace(namespace)
+    with call.client() as client:
+        handle = open_namespace(client, record)
+        if prefix:
+            length = client.prefix(names, namespace=handle, shard=shard)
+            call.output.result({"prefix": length, "keys": len(names)}, [str(length)])
+            return 0 if length == len(names) else NotFound.exit_code
+        there = [bool(bit) for bit in client.contains(names, namespace=handle, shard=shard)]
+    answers = {name.hex(): bit for name, bit in zip(names, there, strict=True)}
+    lines = [f"{name} {'yes' if bit else 'no'}" for name, bit in answers.items()]
+    call.output.result({"contains": answers, "present": sum(there)}, lines)
+    return 0 if all(there) else NotFound.exit_code
+
+
+@click.command(
+    cls=Command,
+    example="kvstore delete 00ff 0100",
+    exits=online(e0="all of them were there and are gone", e4="at least one was not there"),
+)
+@click.argument("keys", metavar="KEY...", nargs=-1, required=True)
+@namespace_options
+@click.pass_obj
+def delete(call: Call, keys: tuple[str, ...], namespace: str, shard: int) -> int:
+    """Remove blocks by name, for good."""
+    names = list(dict.fromkeys(parse_keys(keys, shard)))
+    record = read_namespace(namespace)
+    with call.client() as client:
+        removed = client.delete(names, namespace=open_namespace(client, record), shard=shard)
+    absent = len(names) - removed
+    call.output.result(
+        {"deleted": removed, "absent": absent}, [f"deleted {removed}, absent {absent}"]
+    )
+    return NotFound.exit_code if absent else 0
+
+
+@click.command(
+    "list",
+    cls=Command,
+    example="kvstore list > blocks.txt\nkvstore list --namespace llama --limit 100",
+    exits=online(e4="unknown namespace"),
+)
+@click.option("--namespace", metavar="NAME|@FILE", help="Only this namespace.")
+@click.option("--limit", type=click.IntRange(min=0), help="At most so many blocks.")
+@click.pass_obj
+def list_blocks(call: Call, namespace: str | None, limit: int | None) -> None:
+    """List blocks, one a line: NAMESPACE-ID SHARD KEY."""
+    record = None if namespace is None else read_namespace(namespace)
+    with call.client() as client:
+        handle = None if record is None else open_namespace(client, record)
+        found = client.list(handle, limit)
+        call.output.stream("blocks", _described(found))
+
+
+def _described(
+    found: Iterator[tuple[str, int, str]],
+) -> Iterator[tuple[Mapping[str, object], str]]:
+    for namespace, shard, key in found:
+        document = {"namespace": namespace, "shard": shard, "key": key}
+        yield document, f"{namespace} {shard} {key}"
+
+
+def parse_keys(texts: tuple[str, ...], shard: int) -> list[bytes]:
+    """Return keys of one length. Raises InvalidKey."""
+    from kvstore import keys
+
+    keys.check_shard(shard)
+    names = [keys.parse_hex(text) for text in texts]
+    keys.key_array(names)
+    return names
+
+
+def read_block(source: str, key: bytes) -> bytes:
+    """Read a block from a file or, for ``-``, from stdin; never more than a block may have."""
+    from kvstore import keys
+
+    limit = keys.MAX_BLOCK_BYTES + 1
+    try:
+        if source == "-":
+            data = sys.stdin.buffer.read(limit)
+        else:
+            with Path(source).open("rb") as file:
+                data = file.read(limit)
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        raise UsageError(
+            f"input {source}: {error.strerror}", "give a file or - for stdin"
+        ) from None
+    if len(data) == limit:
+        raise InvalidKey(
+            f"block {key.hex()} has more than {keys.MAX_BLOCK_BYTES} bytes",
+            f"a block has 1 to {keys.MAX_BLOCK_BYTES} bytes",
+        )
+    keys.check_block_length(len(data), key)
+    return data
+
+
+def read_namespace(text: str) -> Mapping[str, object]:
+    """Return the record of a namespace from its name or from ``@FILE``. Raises UsageError."""
+    import json
+
+    from kvstore import keys
+
+    if not text.startswith("@"):
+        return keys.named(text)
+    try:
+        record = json.loads(Path(text[1:]).read_bytes())
+    except OSError as error:
+        raise UsageError(
+            f"namespace file {text[1:]}: {error.strerror}", "give a readable file"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"namespace file {text[1:]} is not JSON: {error}", "correct it") from None
+    if not isinstance(record, dict):
+        raise UsageError(f"namespace file {text[1:]} holds no object", 'write {{"name": ...}}')
+    keys.canonical(record)
+    return record
+
+
+def open_namespace(client: Client, record: Mapping[str, object], *, create: bool = False) -> int:
+    """Return the daemon's handle of a namespace; ``default`` is always open."""
+    from kvstore import keys
+
+    if record == keys.named(keys.DEFAULT_NAMESPACE):
+        return 0
+    return client.namespace(record, create=create)

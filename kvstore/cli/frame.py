@@ -1,0 +1,221 @@
+"""What all commands share: global flags before and after the command, help, exit codes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvstore import __version__
+from kvstore.render import Output
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from kvstore.client import Client
+
+EXIT_STATUS = {
+    0: "done, or yes",
+    1: "failed: engine, I/O or permission; the store is degraded",
+    2: "wrong usage",
+    3: "partly done: some blocks failed",
+    4: "not found, or no",
+    5: "damage found and left",
+    10: "the store does not exist",
+    11: "the store is locked by another process",
+    12: "the daemon is unreachable or timed out",
+    13: "a setting is invalid",
+    14: "no space",
+    15: "the store's format is newer than this program",
+    130: "interrupted (Ctrl-C)",
+}
+ONLINE = (1, 2, 12, 13, 130)
+"""Exit codes that every command which talks to the daemon may end with."""
+
+CLIENT_TIMEOUT = 30.0
+
+
+class ReaderGone(Exception):
+    """Whoever read our output has had enough."""
+
+
+@dataclass
+class Call:
+    """One run of the command: its global flags."""
+
+    config: str | None = None
+    socket: str | None = None
+    output: Output = field(default_factory=Output)
+
+    def flags(self, **settings: object) -> dict[str, object]:
+        """Return flags for ``config.load``: the global ones and those of the command."""
+        return {"config": self.config, "socket": self.socket, **settings}
+
+    def path(self, name: str, value: str | None = None) -> Path:
+        """Return the setting ``store`` or ``socket`` without judging the other settings."""
+        from kvstore import config
+
+        flags = self.flags() if value is None else self.flags(**{name: value})
+        return config.load_path("socket" if name == "socket" else "store", flags)
+
+    @contextmanager
+    def client(self) -> Iterator[Client]:
+        """Connect to the daemon. Raises DaemonUnavailable."""
+        from kvstore.client import Client
+
+        with Client(str(self.path("socket")), timeout=CLIENT_TIMEOUT) as client:
+            yield client
+
+
+def _remember(context: click.Context, parameter: click.Parameter, value: Any) -> None:  # noqa: ANN401
+    """Keep a global flag. Given before and after the command, the later one wins; -v adds up."""
+    call = context.find_object(Call)
+    if call is None or value is None or value is False or value == 0:
+        return
+    name = parameter.name or ""
+    if name in ("config", "socket"):
+        setattr(call, name, value)
+    elif name == "verbose":
+        call.output.verbose += value
+    else:
+        setattr(call.output, name, value)
+
+
+def _show_version(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
+    if value and not context.resilient_parsing:
+        click.echo(f"kvstore {__version__}")
+        context.exit()
+
+
+def global_options() -> list[click.Parameter]:
+    """Return the options that are accepted before and after every command."""
+
+    def option(*names: str, **how: Any) -> click.Option:  # noqa: ANN401
+        return click.Option(names, expose_value=False, callback=_remember, **how)
+
+    return [
+        option("--config", metavar="PATH", help="Configuration file (TOML)."),
+        option("--socket", metavar="PATH", help="Socket of the daemon."),
+        option("--json", is_flag=True, help="Results and errors as JSON."),
+        option("-q", "--quiet", is_flag=True, help="Say less."),
+        option("-v", "--verbose", count=True, help="Say more; -vv shows where errors come from."),
+        option(
+            "--color",
+            type=click.Choice(["auto", "always", "never"]),
+            help="Colour; auto means a terminal and NO_COLOR unset.",
+        ),
+        click.Option(
+            ["--version"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=_show_version,
+            help="Show the version.",
+        ),
+    ]
+
+
+class Help(click.Command):
+    """A command whose help ends with an example and the exit codes it may return."""
+
+    def __init__(
+        self,
+        *args: Any,  # noqa: ANN401
+        example: str,
+        exits: Sequence[int] | Mapping[int, str],
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.example = example
+        own = dict(exits) if isinstance(exits, Mapping) else dict.fromkeys(exits, "")
+        self.exits = {code: own[code] or EXIT_STATUS[code] for code in sorted(own)}
+        self.shared = global_options()
+        self.params = [*self.params, *self.shared]
+
+    def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            # click would make it a success.
+            raise ReaderGone from error
+
+    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        options = [p for p in self.params if isinstance(p, click.Option)]
+        own = [p.get_help_record(context) for p in options if p not in self.shared]
+        records = [record for record in own if record]
+        if records:
+            with formatter.section("Options"):
+                formatter.write_dl(records)
+        if isinstance(self, click.Group):
+            self.format_commands(context, formatter)
+        rest = [record for p in self.shared if (record := p.get_help_record(context))]
+        with formatter.section("Global options"):
+            if context.parent is None:
+                formatter.write_dl(rest)
+            else:
+                names = [record[0].split(",")[0].split()[0] for record in rest]
+                formatter.write_text(f"{' '.join(names)} (see kvstore --help)")
+
+    def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Example"):
+            formatter.write("".join(f"  {line}\n" for line in self.example.splitlines()))
+        with formatter.section("EXIT STATUS"):
+            formatter.write_dl([(str(code), text) for code, text in self.exits.items()])
+
+
+class Command(Help):
+    """A command of kvstore."""
+
+
+class Group(Help, click.Group):
+    """A command with commands below it."""
+
+    command_class = Command
+
+
+def online(**own: str) -> dict[int, str]:
+    """Return the exit codes of a command that talks to the daemon; ``e4="absent"`` adds one."""
+    codes = dict.fromkeys((0, *ONLINE), "")
+    return codes | {int(name[1:]): text for name, text in own.items()}
+
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def namespace_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --namespace and --shard to a command that names keys."""
+    function = click.option(
+        "--shard", type=int, default=0, show_default=True, help="Number of the parallel rank."
+    )(function)
+    return click.option(
+        "--namespace",
+        metavar="NAME|@FILE",
+        default="default",
+        show_default=True,
+        help="Name of the namespace, or @FILE with its record as JSON.",
+    )(function)
+
+
+def store_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let an offline command take STORE as argument or as --store."""
+    function = click.argument("argument", metavar="[STORE]", required=False)(function)
+    return click.option("--store", metavar="DIR", help="Directory of the store.")(function)
+
+
+def become_owner(path: Path) -> None:
+    """As root, take on the store's owner before touching it: whoever owns it may plant links."""
+    if os.geteuid() != 0:
+        return
+    try:
+        owner = path.stat()
+    except OSError:
+        return
+    if owner.st_uid:
+        os.setgroups([])
+        os.setresgid(owner.st_gid, owner.st_gid, owner.st_gid)
+        os.setresuid(owner.st_uid, owner.st_uid, owner.st_uid)

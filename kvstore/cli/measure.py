@@ -1,0 +1,100 @@
+"""Commands that measure: ``kvstore bench``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvstore.cli.frame import Call, Command, Group
+from kvstore.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvstore.bench.demo import Report
+
+
+@click.group(
+    cls=Group,
+    example="kvstore bench demo",
+    exits=(0, 1, 2, 130),
+)
+def bench() -> None:
+    """Measure on this machine."""
+
+
+@bench.command(
+    cls=Command,
+    example="kvstore bench demo\nkvstore bench demo --blocks 64 --block-size 1MiB --keep",
+    exits={
+        0: "every block was a hit with the right bytes, before and after the kill",
+        1: "a block was missing or wrong, or the daemon did not behave",
+        2: "wrong usage, or the machine has too little room",
+        12: "",
+        130: "",
+    },
+)
+@click.option(
+    "--blocks", type=click.IntRange(1, 100_000), default=512, show_default=True, help="How many."
+)
+@click.option(
+    "--block-size", metavar="SIZE", default="2MiB", show_default=True, help="Bytes of each."
+)
+@click.option(
+    "--dir",
+    "directory",
+    metavar="DIR",
+    default=".demo",
+    show_default=True,
+    help="Where the demo store is made, and removed at the end.",
+)
+@click.option("--keep", is_flag=True, help="Leave the demo store there.")
+@click.pass_obj
+def demo(call: Call, blocks: int, block_size: str, directory: str, keep: bool) -> None:
+    """Serve a demo store, put and get blocks, kill it, restart it, get them again, stop."""
+    from kvstore import keys
+    from kvstore.bench import demo as demonstration
+    from kvstore.config import parse_size
+
+    try:
+        size = parse_size(block_size)
+    except ValueError as error:
+        raise UsageError(f"--block-size is {block_size!r}: {error}", "write 2MiB") from None
+    keys.check_block_length(size)
+    plan = demonstration.Plan(blocks, size, Path(directory), keep)
+    report = demonstration.run(plan, call.output.note)
+    call.output.result(report.document(), _demo_lines(report))
+
+
+def _demo_lines(report: Report) -> Iterator[str]:
+    from kvstore import render
+
+    plan, copy = report.plan, report.seconds["copy"]
+    steps = [
+        ("copy in memory (numpy, one thread)", "copy"),
+        ("put (answered when written)", "put"),
+        ("get", "get"),
+        ("get after SIGKILL and restart", "get_after_kill"),
+    ]
+    total = render.size(plan.total_bytes)
+    yield f"{plan.blocks} blocks of {render.size(plan.block_bytes)} ({total}), io {report.io}"
+    yield from render.table(
+        ["step", "seconds", "MiB/s", "x copy"],
+        [
+            (
+                name,
+                f"{report.seconds[step]:.2f}",
+                f"{plan.total_bytes / (1 << 20) / report.seconds[step]:,.0f}",
+                f"{report.seconds[step] / copy:.1f}",
+            )
+            for name, step in steps
+        ],
+    )
+    yield (
+        f"after SIGKILL: ready in {render.duration(report.seconds['restart'])} (start of Python "
+        f"included), {report.hits_after_kill} of {plan.blocks} blocks are hits, all bytes equal"
+    )
+    yield f"stopped by SIGTERM: exit code {report.exit_code}"
+    yield f"the whole took {render.duration(report.seconds['whole'])}"

@@ -1,0 +1,565 @@
+"""The real command, as people and scripts meet it: help, flags, exit codes, output."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import pty
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+import kvstore
+from kvstore import cli, errors
+from kvstore.cli.frame import EXIT_STATUS, Help
+from tests.conftest import COMMAND, Daemon, run_command
+
+HELP_SECONDS = 0.15
+KEY = "00ff"
+
+
+def all_commands() -> Iterator[tuple[list[str], Help]]:
+    """Yield every command with the words that call it."""
+
+    def walk(words: list[str], command: click.Command) -> Iterator[tuple[list[str], Help]]:
+        assert isinstance(command, Help)
+        yield words, command
+        if isinstance(command, click.Group):
+            for name, below in command.commands.items():
+                yield from walk([*words, name], below)
+
+    yield from walk([], cli.kvstore)
+
+
+COMMANDS = list(all_commands())
+NAMES = [" ".join(["kvstore", *words]) for words, _ in COMMANDS]
+
+
+# -- help -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("words", "command"), COMMANDS, ids=NAMES)
+def test_help_has_an_example_and_the_exit_codes(words: list[str], command: Help) -> None:
+    ran = run_command(*words, "--help")
+    assert (ran.code, ran.stderr) == (0, "")
+    assert "Example:" in ran.text
+    block = ran.text.split("EXIT STATUS:")[1]
+    codes = {int(line.split()[0]) for line in block.splitlines() if line.strip()[:1].isdigit()}
+    assert codes == set(command.exits) <= set(EXIT_STATUS)
+    assert {0, 2} <= codes
+
+
+@pytest.mark.parametrize(("words", "command"), COMMANDS, ids=NAMES)
+def test_examples_in_help_are_accepted(words: list[str], command: Help) -> None:
+    calls = [part for line in command.example.splitlines() for part in line.split("|")]
+    calls = [call.split(">")[0] for call in calls if call.strip().startswith("kvstore")]
+    assert calls
+    for call in calls:
+        named, rest = called(shlex.split(call)[1:])
+        named.make_context(named.name, rest, obj=cli.Call())
+
+
+def called(tokens: list[str]) -> tuple[click.Command, list[str]]:
+    """Return the command that a line calls, and what follows it."""
+    command: click.Command = cli.kvstore
+    for number, token in enumerate(tokens):
+        if isinstance(command, click.Group) and token in command.commands:
+            command, rest = command.commands[token], tokens[number + 1 :]
+    assert not isinstance(command, click.Group), tokens
+    return command, rest
+
+
+def test_exit_codes_of_errors_are_in_the_table() -> None:
+    def tree(kind: type[errors.KVStoreError]) -> Iterator[type[errors.KVStoreError]]:
+        yield kind
+        for below in kind.__subclasses__():
+            yield from tree(below)
+
+    assert {kind.exit_code for kind in tree(errors.KVStoreError)} <= set(EXIT_STATUS)
+
+
+def test_help_is_quick() -> None:
+    times = []
+    for _ in range(7):
+        begun = time.perf_counter()
+        subprocess.run([COMMAND, "--help"], stdout=subprocess.DEVNULL, check=True)
+        times.append(time.perf_counter() - begun)
+    assert min(times) < HELP_SECONDS
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = "import sys, kvstore.cli; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    loaded = set(done.stdout.split())
+    assert not loaded & {"numpy", "asyncio", "msgspec", "tqdm", "lmdb", "kvstore.server", "tomllib"}
+
+
+def test_version_before_and_after_the_command() -> None:
+    for arguments in (["--version"], ["status", "--version"]):
+        ran = run_command(*arguments)
+        assert (ran.code, ran.text) == (0, f"kvstore {kvstore.__version__}\n")
+
+
+# -- house rules ----------------------------------------------------------------------------------
+
+
+def test_only_the_command_line_ends_the_process() -> None:
+    package = Path(kvstore.__file__).parent
+    for path in package.rglob("*.py"):
+        if path.is_relative_to(package / "cli"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = ast.unparse(node) if isinstance(node, (ast.Attribute, ast.Name)) else ""
+            assert name not in {"sys.exit", "SystemExit", "exit", "quit"}, f"{path}:{node.lineno}"
+
+
+# -- wrong usage ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--bogus"], "--bogus"),
+        (["frobnicate"], "frobnicate"),
+        (["put"], "'KEY'"),
+        (["put", KEY], "--input"),
+        (["put", "xyz", "-i", "-"], "'xyz'"),
+        (["put", "", "-i", "-"], "0 bytes"),
+        (["put", "aa" * 65, "-i", "-"], "65 bytes"),
+        (["put", KEY, "-i", "-"], f"block {KEY} has 0 bytes"),
+        (["put", KEY, "-i", "/nowhere/file"], "/nowhere/file"),
+        (["put", KEY, "-i", "/"], "input /"),
+        (["put", KEY, "-i", "-", "--shard", "65536"], "65536"),
+        (["put", KEY, "-i", "-", "--shard", "x"], "--shard"),
+        (["put", KEY, "-i", "-", "--parent", "0"], "'0'"),
+        (["put", KEY, "-i", "-", "--label", "ä" * 128], "label"),
+        (["get", KEY, "-o", "-", "--namespace", ""], "namespace"),
+        (["get", KEY, "-o", "-", "--namespace", "@/nowhere.json"], "/nowhere.json"),
+        (["contains"], "KEY"),
+        (["contains", "00", "0011"], "one batch"),
+        (["delete", "0g"], "'0g'"),
+        (["list", "--limit", "-1"], "--limit"),
+        (["inspect", "/a", "--store", "/b"], "two stores"),
+        (["create", "/a", "--store", "/b"], "two stores"),
+        (["bench", "demo", "--block-size", "1GB"], "GiB"),
+        (["bench", "demo", "--block-size", "65MiB"], "68157440"),
+        (["bench", "demo", "--dir", "/nowhere/demo"], "/nowhere"),
+        (["status", "--color", "sometimes"], "sometimes"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
+)
+def test_wrong_usage_is_2_and_says_what(arguments: list[str], says: str) -> None:
+    ran = run_command(*arguments)
+    assert (ran.code, ran.stdout) == (2, b""), ran.stderr
+    assert ran.stderr.startswith("kvstore: ")
+    assert says in ran.stderr
+    assert ran.stderr.count("\n") == 1
+    ran = run_command(*arguments, "--json")
+    assert (ran.code, ran.stdout) == (2, b"")
+    line = json.loads(ran.stderr)
+    assert (line["type"], line["code"]) == ("error", 2)
+    assert says in line["message"] + line["hint"]
+    assert line["hint"]
+
+
+def test_block_over_64_mib_is_refused(tmp_path: Path) -> None:
+    big = tmp_path / "big"
+    with big.open("wb") as file:
+        file.truncate((64 << 20) + 1)
+    ran = run_command("put", KEY, "-i", big)
+    assert ran.code == 2
+    assert "more than 67108864 bytes" in ran.stderr
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1.5}', '{"a": null}'])
+def test_bad_namespace_record_is_2(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "namespace.json"
+    file.write_text(text)
+    ran = run_command("get", KEY, "-o", "-", "--namespace", f"@{file}")
+    assert ran.code == 2
+    assert "namespace" in ran.stderr
+
+
+def test_no_command_shows_the_help_on_stderr() -> None:
+    ran = run_command()
+    assert (ran.code, ran.stdout) == (2, b"")
+    assert "Commands:" in ran.stderr
+
+
+# -- settings -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "says"),
+    [
+        (["--capacity", "12XB"], {}, "setting capacity (--capacity)"),
+        (["--capacity", "10MiB"], {}, "less than 64 MiB"),
+        (["--memory", "1000TiB"], {}, "setting memory (--memory)"),
+        (["--io", "fast"], {}, "setting io (--io)"),
+        ([], {"KVSTORE_WORKERS": "0"}, "setting workers (KVSTORE_WORKERS)"),
+        ([], {"KVSTORE_CAPACTY": "1GiB"}, "KVSTORE_CAPACTY"),
+        (["--config", "/nowhere.toml"], {}, "/nowhere.toml"),
+        (["--socket", "/" + "x" * 120], {}, "121 bytes"),
+    ],
+)
+def test_bad_setting_is_13(
+    tmp_path: Path, arguments: list[str], env: dict[str, str], says: str
+) -> None:
+    store = tmp_path / "store"
+    ran = run_command("serve", "--store", store, *arguments, env=env)
+    assert ran.code == 13, ran.stderr
+    assert says in ran.stderr
+    assert not store.exists()
+
+
+def test_check_only_starts_nothing(tmp_path: Path) -> None:
+    ran = run_command("serve", "--store", tmp_path / "store", "--check-only")
+    assert (ran.code, ran.text) == (0, "settings are valid\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_setting_in_the_default_file_is_13(tmp_path: Path) -> None:
+    folder = tmp_path / "kvstore"
+    folder.mkdir()
+    (folder / "kvstore.toml").write_text("capcity = 1")
+    ran = run_command("serve", "--check-only", env={"CONFIGURATION_DIRECTORY": str(folder)})
+    assert ran.code == 13
+    assert "'capcity'" in ran.stderr
+    assert "Did you mean 'capacity'?" in ran.stderr
+
+
+# -- nobody there, interruption, terminals --------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", [[], ["after"]])
+def test_no_daemon_is_12_with_the_socket_named(tmp_path: Path, place: list[str]) -> None:
+    socket = tmp_path / "kv.sock"
+    flags: list[str | Path] = ["--socket", socket, "--json"]
+    ran = run_command("status", *flags) if place else run_command(*flags, "status")
+    assert (ran.code, ran.stdout) == (12, b"")
+    line = json.loads(ran.stderr)
+    assert (line["type"], line["code"], line["error"]) == ("error", 12, "DaemonUnavailable")
+    assert str(socket) in line["message"]
+    assert line["hint"]
+
+
+def test_socket_comes_from_environment_and_file(tmp_path: Path) -> None:
+    ran = run_command("status", env={"KVSTORE_SOCKET": str(tmp_path / "env.sock")})
+    assert ran.code == 12
+    assert "env.sock" in ran.stderr
+    file = tmp_path / "kv.toml"
+    file.write_text(f'socket = "{tmp_path}/file.sock"\n')
+    ran = run_command("status", "--config", file)
+    assert "file.sock" in ran.stderr
+
+
+def test_interrupt_is_130_with_one_line(tmp_path: Path) -> None:
+    command = [str(COMMAND), "--socket", str(tmp_path / "s"), "put", KEY, "-i", "-"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        process.stdin.write(b"x" * (1 << 20))  # more than a pipe holds, so it is being read
+        process.stdin.flush()
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        code = process.wait(10)
+        lines = process.stderr.read().decode().strip().splitlines()
+    assert code == 130
+    assert lines == ["kvstore: interrupted"]
+
+
+def test_block_is_not_written_to_a_terminal_unasked(tmp_path: Path) -> None:
+    leader, follower = pty.openpty()
+    try:
+        command = [str(COMMAND), "--socket", str(tmp_path / "s"), "get", KEY]
+        done = subprocess.run(
+            command, stdout=follower, stderr=subprocess.PIPE, check=False, timeout=30
+        )
+    finally:
+        os.close(leader)
+        os.close(follower)
+    assert done.returncode == 2
+    assert b"terminal" in done.stderr
+    assert b"-o -" in done.stderr
+
+
+def test_traceback_only_with_vv(tmp_path: Path) -> None:
+    missing = ["status", "--socket", str(tmp_path / "s")]
+    assert "Traceback" not in run_command(*missing, "-v").stderr
+    assert "Traceback" in run_command(*missing, "-vv").stderr
+    assert "Traceback" in run_command("-v", *missing, "-v").stderr
+
+
+# -- with a daemon --------------------------------------------------------------------------------
+
+
+def test_block_goes_in_and_comes_out(daemon: Daemon, tmp_path: Path) -> None:
+    data = os.urandom(300_000)
+    source, target = tmp_path / "in", tmp_path / "out"
+    source.write_bytes(data)
+    ran = daemon.run("put", KEY, "-i", source, "--wait")
+    assert (ran.code, ran.text) == (0, f"{KEY} 300000 stored\n")
+    ran = daemon.run("put", KEY.upper(), "-i", "-", "--json", stdin=data)
+    assert ran.json() == {
+        "key": KEY,
+        "bytes": 300_000,
+        "result": "already_present",
+        "ack": "accepted",
+    }
+    ran = daemon.run("get", KEY, "-o", target)
+    assert (ran.code, ran.stdout) == (0, b"")
+    assert target.read_bytes() == data
+    ran = daemon.run("get", KEY, "-o", target, "--json")
+    assert ran.json() == {"key": KEY, "bytes": 300_000, "output": str(target)}
+    assert daemon.run("get", KEY, "-o", "-").stdout == data
+    assert daemon.run("get", KEY).stdout == data
+
+
+def test_miss_is_4_and_leaves_the_target_alone(daemon: Daemon, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    target.write_bytes(b"before")
+    ran = daemon.run("get", "dead", "-o", target)
+    assert (ran.code, ran.stdout) == (4, b"")
+    assert "block dead" in ran.stderr
+    assert target.read_bytes() == b"before"
+
+
+def test_durable_label_and_parent_are_taken(daemon: Daemon) -> None:
+    assert daemon.run("put", "01", "-i", "-", "--durable", stdin=b"root").code == 0
+    ran = daemon.run("put", "02", "-i", "-", "--parent", "01", "--label", "höher", stdin=b"leaf")
+    assert ran.code == 0, ran.stderr
+    assert daemon.run("get", "02").stdout == b"leaf"
+
+
+def test_conflict_is_1_and_keeps_the_old_block(daemon: Daemon) -> None:
+    daemon.run("put", KEY, "-i", "-", stdin=b"first")
+    ran = daemon.run("put", KEY, "-i", "-", stdin=b"longer than the first")
+    assert ran.code == 1
+    assert KEY in ran.stderr
+    assert daemon.run("get", KEY).stdout == b"first"
+
+
+def test_contains_says_yes_or_no_and_counts_prefixes(daemon: Daemon) -> None:
+    for key in ("01", "02"):
+        daemon.run("put", key, "-i", "-", stdin=b"x")
+    ran = daemon.run("contains", "01", "02")
+    assert (ran.code, ran.text) == (0, "01 yes\n02 yes\n")
+    ran = daemon.run("contains", "01", "03", "02")
+    assert (ran.code, ran.text) == (4, "01 yes\n03 no\n02 yes\n")
+    ran = daemon.run("contains", "01", "03", "02", "--json")
+    assert ran.json() == {"contains": {"01": True, "03": False, "02": True}, "present": 2}
+    ran = daemon.run("contains", "--prefix", "01", "03", "02")
+    assert (ran.code, ran.text) == (4, "1\n")
+    assert daemon.run("contains", "--prefix", "01", "02", "--json").json()["prefix"] == 2
+    assert daemon.run("contains", "--shard", "1", "01").code == 4
+
+
+def test_another_key_length_is_2_and_names_both(daemon: Daemon) -> None:
+    daemon.run("put", "0102", "-i", "-", stdin=b"x")
+    ran = daemon.run("put", "010203", "-i", "-", stdin=b"x")
+    assert ran.code == 2
+    assert "3 bytes" in ran.stderr
+    assert "2" in ran.stderr
+
+
+def test_delete_removes_and_names_what_was_absent(daemon: Daemon) -> None:
+    daemon.run("put", KEY, "-i", "-", stdin=b"x")
+    ran = daemon.run("delete", KEY, "dead")
+    assert (ran.code, ran.text) == (4, "deleted 1, absent 1\n")
+    assert daemon.run("get", KEY).code == 4
+    daemon.run("put", KEY, "-i", "-", stdin=b"another")
+    assert daemon.run("delete", KEY, KEY, "--json").json() == {"deleted": 1, "absent": 0}
+
+
+def test_list_prints_namespace_shard_and_key(daemon: Daemon) -> None:
+    assert daemon.run("list").text == ""
+    assert daemon.run("list", "--json").json() == {"blocks": [], "count": 0}
+    for number in range(3):
+        daemon.run("put", f"0{number}", "-i", "-", "--shard", str(number), stdin=b"x")
+    lines = daemon.run("list").text.splitlines()
+    assert sorted(line.split()[1:] for line in lines) == [["0", "00"], ["1", "01"], ["2", "02"]]
+    assert len(daemon.run("list", "--limit", "2").text.splitlines()) == 2
+    found = daemon.run("list", "--json").json()
+    assert found["count"] == 3
+    assert {"namespace": lines[0].split()[0], "shard": 0, "key": "00"} in found["blocks"]  # type: ignore[operator]
+
+
+def test_namespaces_are_apart_and_made_on_request_only(daemon: Daemon, tmp_path: Path) -> None:
+    ran = daemon.run("put", KEY, "-i", "-", "--namespace", "llama", stdin=b"x")
+    assert ran.code == 4
+    assert "--create-namespace" in ran.stderr
+    assert daemon.run("get", KEY, "--namespace", "llama").code == 4
+    assert daemon.run("list", "--namespace", "llama").code == 4
+    put = ["put", KEY, "-i", "-", "--create-namespace", "--namespace"]
+    assert daemon.run(*put, "llama", stdin=b"llama's").code == 0
+    record = tmp_path / "record.json"
+    record.write_text('{"model": "m", "tokens_per_block": 16}')
+    assert daemon.run(*put, f"@{record}", stdin=b"record's").code == 0
+    assert daemon.run("get", KEY).code == 4
+    assert daemon.run("get", KEY, "--namespace", "llama").stdout == b"llama's"
+    assert daemon.run("get", KEY, "--namespace", f"@{record}").stdout == b"record's"
+    same = tmp_path / "same.json"
+    same.write_text('{"name": "llama"}')
+    assert daemon.run("get", KEY, "--namespace", f"@{same}").stdout == b"llama's"
+    assert len(daemon.run("list", "--namespace", "llama").text.splitlines()) == 1
+
+
+def test_status_has_what_is_promised(daemon: Daemon) -> None:
+    daemon.run("put", KEY, "-i", "-", stdin=b"x" * 10_000)
+    daemon.run("get", KEY)
+    daemon.run("get", "dead")
+    found = daemon.status()
+    promised = {
+        *("state", "engine", "io", "store", "uuid", "version", "capacity_bytes", "used_bytes"),
+        *("live_bytes", "blocks", "memory_bytes", "dirty_blocks", "dirty_bytes", "hits", "misses"),
+        *("evictions", "corrupt_blocks", "index_bytes_per_block", "problems"),
+    }
+    assert promised <= set(found)
+    assert (found["state"], found["blocks"], found["problems"]) == ("ready", 1, [])
+    assert (found["hits"], found["misses"]) == (1, 1)
+    assert found["capacity_bytes"] == 256 << 20
+    assert found["version"] == kvstore.__version__
+    ran = daemon.run("status")
+    assert ran.code == 0
+    assert 10 <= len(ran.text.splitlines()) <= 20
+    assert "\033[" not in ran.text
+    assert "\033[32mready" in daemon.run("status", "--color", "always").text
+
+
+def test_broken_pipe_is_quiet(daemon: Daemon) -> None:
+    daemon.run("put", KEY, "-i", "-", stdin=os.urandom(4 << 20))
+    command = [str(COMMAND), "--socket", str(daemon.socket), "get", KEY]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(10)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(30) == 1
+
+
+def test_full_device_is_14(daemon: Daemon) -> None:
+    daemon.run("put", KEY, "-i", "-", stdin=b"x")
+    ran = daemon.run("get", KEY, "-o", "/dev/full")
+    assert ran.code == 14
+    assert "No space left" in ran.stderr
+
+
+def test_sigterm_drains_and_is_0(daemon: Daemon) -> None:
+    daemon.run("put", KEY, "-i", "-", stdin=b"kept")
+    assert daemon.stop() == 0
+    assert not daemon.socket.exists()
+    daemon.start()
+    assert daemon.run("get", KEY).stdout == b"kept"
+
+
+def test_blocks_survive_a_kill(daemon: Daemon) -> None:
+    daemon.run("put", KEY, "-i", "-", "--wait", stdin=b"kept")
+    assert daemon.stop(signal.SIGKILL) == -signal.SIGKILL
+    daemon.start()
+    assert daemon.run("get", KEY).stdout == b"kept"
+
+
+def test_second_daemon_on_a_store_is_11(daemon: Daemon, tmp_path: Path) -> None:
+    ran = run_command("--socket", tmp_path / "other.sock", "serve", "--store", daemon.store)
+    assert ran.code == 11
+    assert str(daemon.store) in ran.stderr
+    assert str(daemon.pid) in ran.stderr
+
+
+def test_spoiled_configuration_does_not_cut_off_the_daemon(daemon: Daemon, tmp_path: Path) -> None:
+    file = tmp_path / "spoiled.toml"
+    file.write_text(f'socket = "{daemon.socket}"\ncapacity = "1GB"\nbogus = 1\n')
+    assert run_command("--config", file, "status").code == 0
+
+
+# -- offline --------------------------------------------------------------------------------------
+
+
+def test_create_makes_a_store_that_serve_opens(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path)
+    ran = run_command("create", daemon.store, "--capacity", "128MiB", "--json")
+    assert ran.code == 0, ran.stderr
+    made = ran.json()
+    assert (made["store"], made["capacity_bytes"]) == (str(daemon.store), 128 << 20)
+    again = run_command("create", "--store", daemon.store, "--capacity", "128MiB")
+    assert again.code == 1
+    assert str(daemon.store) in again.stderr
+    daemon.options = ("--create", "never", "--memory", "64MiB", "--min-free", "0")
+    try:
+        daemon.start()
+        assert daemon.status()["uuid"] == made["uuid"]
+        assert daemon.status()["capacity_bytes"] == 128 << 20
+    finally:
+        assert daemon.stop() == 0
+
+
+def test_create_never_is_10_and_names_the_path(tmp_path: Path) -> None:
+    ran = run_command(
+        "serve", "--store", tmp_path / "none", "--create", "never", "--socket", tmp_path / "s"
+    )
+    assert ran.code == 10
+    assert str(tmp_path / "none") in ran.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_inspect_reads_a_store_without_touching_it(daemon: Daemon) -> None:
+    for number in range(5):
+        daemon.run("put", f"0{number}", "-i", "-", stdin=b"x" * 5000)
+    ran = run_command("inspect", daemon.store)
+    assert ran.code == 11
+    assert str(daemon.pid) in ran.stderr
+    uuid = daemon.status()["uuid"]
+    daemon.stop(signal.SIGKILL)
+    before = snapshot(daemon.store)
+    found = run_command("inspect", daemon.store, "--json").json()
+    assert (found["uuid"], found["blocks"], found["live_bytes"]) == (uuid, 5, 5 * 12288)
+    assert found["clean"] is False
+    assert str(daemon.store) in run_command("inspect", "--store", daemon.store).text
+    assert snapshot(daemon.store) == before
+    daemon.start()
+    assert daemon.stop() == 0
+    assert run_command("inspect", daemon.store, "--json").json()["clean"] is True
+
+
+def test_inspect_of_nothing_is_10(tmp_path: Path) -> None:
+    ran = run_command("inspect", tmp_path / "none")
+    assert ran.code == 10
+    assert str(tmp_path / "none") in ran.stderr
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of every file below a folder, the lock's text apart."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "lock"
+    }
+
+
+# -- the demonstration ----------------------------------------------------------------------------
+
+
+def test_demo_keeps_its_promise_and_cleans_up(tmp_path: Path) -> None:
+    ran = run_command("bench", "demo", "--blocks", "8", "--block-size", "256KiB", cwd=tmp_path)
+    assert ran.code == 0, ran.stderr
+    assert "8 of 8 blocks are hits" in ran.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_demo_does_not_remove_what_is_not_its_own(tmp_path: Path) -> None:
+    (tmp_path / ".demo").mkdir()
+    (tmp_path / ".demo" / "thesis.txt").write_text("precious")
+    ran = run_command("bench", "demo", cwd=tmp_path)
+    assert ran.code == 2
+    assert (tmp_path / ".demo" / "thesis.txt").read_text() == "precious"
