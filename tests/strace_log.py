@@ -71,6 +71,8 @@ def run(
     need_strace()
     command = ["strace", "-f", "-y", "-qq", "-s", "400", "-o", str(log), "-e", f"trace={calls}"]
     command += ["-e", f"inject={inject}"] if inject else []
+    # Stops at the wanted calls alone, ten times as fast; strace 6.1 then forgets signals.
+    command += [] if "signal=" in inject else ["--seccomp-bpf"]
     command += [sys.executable, "-c", program, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
