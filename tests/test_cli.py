@@ -19,8 +19,8 @@ import pytest
 
 import kvstore
 from kvstore import cli, errors
-from kvstore.cli.frame import EXIT_STATUS, Help
-from tests.conftest import COMMAND, Daemon, run_command
+from kvstore.cli.frame import EXIT_STATUS, Call, Help
+from tests.command import COMMAND, Daemon, run_command
 
 HELP_SECONDS = 0.15
 KEY = "00ff"
@@ -64,7 +64,7 @@ def test_examples_in_help_are_accepted(words: list[str], command: Help) -> None:
     assert calls
     for call in calls:
         named, rest = called(shlex.split(call)[1:])
-        named.make_context(named.name, rest, obj=cli.Call())
+        named.make_context(named.name, rest, obj=Call())
 
 
 def called(tokens: list[str]) -> tuple[click.Command, list[str]]:
@@ -87,12 +87,16 @@ def test_exit_codes_of_errors_are_in_the_table() -> None:
 
 
 def test_help_is_quick() -> None:
-    times = []
-    for _ in range(7):
-        begun = time.perf_counter()
-        subprocess.run([COMMAND, "--help"], stdout=subprocess.DEVNULL, check=True)
-        times.append(time.perf_counter() - begun)
-    assert min(times) < HELP_SECONDS
+    # Processor time: what else runs on this machine is not our fault.
+    assert min(processor_seconds([str(COMMAND), "--help"]) for _ in range(5)) < HELP_SECONDS
+
+
+def processor_seconds(command: list[str]) -> float:
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return usage.ru_utime + usage.ru_stime
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -117,8 +121,9 @@ def test_only_the_command_line_ends_the_process() -> None:
         if path.is_relative_to(package / "cli"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            name = ast.unparse(node) if isinstance(node, (ast.Attribute, ast.Name)) else ""
-            assert name not in {"sys.exit", "SystemExit", "exit", "quit"}, f"{path}:{node.lineno}"
+            if isinstance(node, (ast.Attribute, ast.Name)):
+                ends = ast.unparse(node) in {"sys.exit", "SystemExit", "exit", "quit"}
+                assert not ends, f"{path}:{node.lineno}"
 
 
 # -- wrong usage ----------------------------------------------------------------------------------

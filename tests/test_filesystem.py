@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from mounts import mounted
 from xxhash import xxh3_64_intdigest
 
 from kvstore.backends.base import EngineContext, Status
@@ -47,6 +46,7 @@ from kvstore.testing.records import (
     scanned,
     verdicts,
 )
+from tests.mounts import mounted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
