@@ -22,7 +22,7 @@ FIND_PYTHON = for candidate in "$(PYTHON)" /usr/bin/python3.11 python3.11 python
 STAMP := .venv/.ready-$(shell pwd | cksum | cut -d' ' -f1)
 BIN := .venv/bin
 RUN := $(BIN)/python -m
-ALONE := kvstore/errors.py kvstore/keys.py $(wildcard kvstore/protocol.py kvstore/client.py)
+ALONE := $(addprefix kvstore/,errors.py answers.py keys.py protocol.py client.py)
 
 venv: $(STAMP)
 
