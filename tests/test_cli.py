@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import pty
@@ -110,20 +109,6 @@ def test_version_before_and_after_the_command() -> None:
     for arguments in (["--version"], ["status", "--version"]):
         ran = run_command(*arguments)
         assert (ran.code, ran.text) == (0, f"kvstore {kvstore.__version__}\n")
-
-
-# -- house rules ----------------------------------------------------------------------------------
-
-
-def test_only_the_command_line_ends_the_process() -> None:
-    package = Path(kvstore.__file__).parent
-    for path in package.rglob("*.py"):
-        if path.is_relative_to(package / "cli"):
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, (ast.Attribute, ast.Name)):
-                ends = ast.unparse(node) in {"sys.exit", "SystemExit", "exit", "quit"}
-                assert not ends, f"{path}:{node.lineno}"
 
 
 # -- wrong usage ----------------------------------------------------------------------------------
