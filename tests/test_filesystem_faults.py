@@ -10,8 +10,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import strace_log
-from mounts import mounted, shut_down
 
 from kvstore.backends.base import EngineContext, Status
 from kvstore.backends.filesystem import FilesystemEngine
@@ -26,6 +24,8 @@ from kvstore.testing.records import (
     put,
     scanned,
 )
+from tests import strace_log
+from tests.mounts import mounted, shut_down
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

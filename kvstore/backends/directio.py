@@ -71,25 +71,26 @@ class Files:
             self._fall_back("opening a file")
         return descriptor
 
-    def read(self, descriptor: int, image: memoryview) -> tuple[int, int]:
+    def load(self, name: str, folder: int, image: memoryview) -> tuple[int, int]:
         """Fill ``image`` from the start of a file; return the bytes filled and the file's size.
 
         Fewer are filled than asked for when the file is shorter or cannot be read further, none
         when it is no regular file (size -1). Raises OSError if not one byte can be read.
         """
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            return 0, -1
-        filled = self._first_read(descriptor, image)
-        while 0 < filled < min(len(image), status.st_size):
+        descriptor = self.open(name, READ, folder)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                return 0, -1
             try:
-                more = os.preadv(descriptor, [image[filled:]], filled)
-            except OSError:
-                break
-            if not more:
-                break
-            filled += more
-        return filled, status.st_size
+                filled = os.preadv(descriptor, [image], 0)
+            except OSError as error:
+                filled = self._read_buffered(descriptor, image, error)
+            if filled < len(image):
+                filled = _read_on(descriptor, image, filled, status.st_size)
+            return filled, status.st_size
+        finally:
+            os.close(descriptor)
 
     def write(self, descriptor: int, image: memoryview) -> None:
         """Write the whole of ``image`` at the start of a file; raises OSError."""
@@ -110,12 +111,10 @@ class Files:
         if refused_at == 0:
             self._blame(image)
 
-    def _first_read(self, descriptor: int, image: memoryview) -> int:
-        try:
-            return os.preadv(descriptor, [image], 0)
-        except OSError as error:
-            if not self._refused(error):
-                raise
+    def _read_buffered(self, descriptor: int, image: memoryview, error: OSError) -> int:
+        """Try once more without O_DIRECT if that was why a read failed."""
+        if not self._refused(error):
+            raise error
         _make_buffered(descriptor)
         filled = os.preadv(descriptor, [image], 0)
         self._blame(image)
@@ -181,3 +180,16 @@ def syncfs_reports_errors() -> bool:
 def _make_buffered(descriptor: int) -> None:
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+
+
+def _read_on(descriptor: int, image: memoryview, filled: int, size: int) -> int:
+    """Go on after a short read as far as the file and its device allow."""
+    while 0 < filled < min(len(image), size):
+        try:
+            more = os.preadv(descriptor, [image[filled:]], filled)
+        except OSError:
+            break
+        if not more:
+            break
+        filled += more
+    return filled

@@ -36,7 +36,6 @@ from kvstore.backends.base import SCAN_BATCH, Finding, Status
 from kvstore.backends.directio import (
     DIRECTORY,
     NO_DESCRIPTOR,
-    READ,
     STRANGE,
     Complaints,
     Files,
@@ -134,16 +133,17 @@ class FilesystemEngine(base.Engine):
     def get_many_into(self, blocks: Blocks, images: Sequence[memoryview]) -> base.Read:
         self.require_open()
         base.check_images(blocks, images)
-        statuses, filled = np.zeros(len(blocks), np.uint8), np.zeros(len(blocks), np.uint32)
         names, namespace = self._tree.names(blocks), blocks.namespace.hex()
+        statuses, filled = bytearray(len(blocks)), [0] * len(blocks)
         with Folders(self._root) as folders:
             for i, ((fan, name), image) in enumerate(zip(names, images, strict=True)):
                 try:
-                    filled[i], _ = self._read(folders.enter(namespace, fan), name, image)
-                    statuses[i] = Status.OK if filled[i] == len(image) else Status.DAMAGED
+                    folder = folders.enter(namespace, fan)
+                    filled[i] = got = self._files.load(name, folder, image)[0]
+                    statuses[i] = Status.OK if got == len(image) else Status.DAMAGED
                 except OSError as error:
                     statuses[i] = self._unreadable(error, name)
-        return base.Read(statuses, filled)
+        return base.Read(np.frombuffer(statuses, np.uint8), np.array(filled, np.uint32))
 
     def contains_many(self, blocks: Blocks) -> base.Mask:
         self.require_open()
@@ -269,14 +269,6 @@ class FilesystemEngine(base.Engine):
             return CorruptStore(f"{error.filename} in {where} is no directory", "move it away")
         return EngineError(f"{where} cannot be opened: {error.strerror}")
 
-    def _read(self, folder: int, name: str, image: memoryview) -> tuple[int, int]:
-        """Return the bytes filled and the file's size as ``Files.read`` does; raises OSError."""
-        descriptor = self._files.open(name, READ, folder)
-        try:
-            return self._files.read(descriptor, image)
-        finally:
-            os.close(descriptor)
-
     def _unreadable(self, error: OSError, name: str) -> Status:
         status = read_status(error)
         if status != Status.MISSING:
@@ -305,7 +297,8 @@ class FilesystemEngine(base.Engine):
         return found
 
     def _read_header(self, folders: Folders, entry: Entry, page: memoryview) -> Header | Finding:
-        filled, size = self._read(folders.enter(entry.namespace, entry.fan), entry.name, page)
+        folder = folders.enter(entry.namespace, entry.fan)
+        filled, size = self._files.load(entry.name, folder, page)
         if size < 0:
             return Finding("foreign", entry.path, "not a file")
         header = decode(page[:filled])

@@ -66,12 +66,13 @@ class Folders:
 
         A directory that is missing is made by ``make(parent descriptor, name, namespace)``.
         """
+        known = self._open
         for level, name in enumerate(path):
-            if len(self._open) <= level or self._open[level][0] != name:
+            if len(known) <= level or known[level][0] != name:
                 self.leave(level)
-                parent = self._open[-1][1] if self._open else self._root
-                self._open.append((name, self._descend(parent, name, path[0])))
-        return self._open[len(path) - 1][1]
+                parent = known[-1][1] if known else self._root
+                known.append((name, self._descend(parent, name, path[0])))
+        return known[len(path) - 1][1]
 
     def leave(self, level: int) -> None:
         """Close what is open from ``level`` on: 0 the namespace, 1 the fan-out directory."""
