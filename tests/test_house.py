@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -79,3 +80,19 @@ def test_nothing_is_unpickled_or_evaluated(path: Path) -> None:
 def test_classes_are_named_for_what_they_are(path: Path) -> None:
     classes = [node.name for node in nodes(path) if isinstance(node, ast.ClassDef)]
     assert [name for name in classes if name.endswith(EMPTY_WORDS)] == []
+
+
+def test_design_page_names_every_room_and_no_other() -> None:
+    page = (PACKAGE.parent / "docs" / "design.md").read_text()
+    rooms = page.split("## Rooms")[1].split("Planned rooms")[0]
+    named = set(re.findall(r"`(\w+(?:\.py|/))`", rooms))
+    there = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
+    there |= {f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")}
+    assert named - {"integrations/"} == there - {"integrations/"}
+
+
+def test_pages_point_at_files_that_exist() -> None:
+    root = PACKAGE.parent
+    for page in [root / "README.md", *(root / "docs").glob("*.md")]:
+        for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
