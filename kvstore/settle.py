@@ -272,8 +272,9 @@ def _duplicates(rows: Records, identities: _U64, live: _Mask) -> tuple[_Ints, _I
     exact = np.hstack([_as_bytes(rows[name][suspects]) for name in names])
     _, group = np.unique(exact, axis=0, return_inverse=True)
     group = group.reshape(-1)
-    # Last in each group: live before ghost, then the highest generation.
-    order = np.lexsort((rows["generation"][suspects], live[suspects], group))
+    # Last in each group: live before ghost, then the highest generation, then the highest row.
+    alive = live[suspects]
+    order = np.lexsort((rows["generation"][suspects] * alive, alive, group))
     winner_of_group = np.zeros(len(order), np.int64)
     winner_of_group[group[order]] = order
     winners = winner_of_group[group]
