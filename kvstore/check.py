@@ -32,7 +32,10 @@ _MANIFEST_SHARE = 8
 
 def is_whole(engine: Engine, store: bytes, one: Blocks) -> bool:
     """Read one record, apart from everything else, and tell whether it is what it should be."""
-    with mmap.mmap(-1, record.image_bytes(int(one.lengths[0]))) as buffer, memoryview(buffer) as image:
+    with (
+        mmap.mmap(-1, record.image_bytes(int(one.lengths[0]))) as buffer,
+        memoryview(buffer) as image,
+    ):
         read = engine.get_many_into(one, [image])
         verdict, _, _ = record.judge(
             image,
@@ -74,13 +77,13 @@ class Quarantine:
             f"{one.namespace.hex()}-{one.shard:04x}-{one.keys.tobytes().hex()}"
             f".{int(one.generations[0]):016x}.kvb"
         )
-        with mmap.mmap(-1, record.image_bytes(int(one.lengths[0]))) as buffer:
-            with memoryview(buffer) as image:
-                read = engine.get_many_into(one, [image])
-                filled = int(read.filled[0]) if read.statuses[0] != Status.MISSING else 0
-                kept = 0 < filled <= self.limit - self.bytes
-                if kept:
-                    self._write(name, image[:filled])
+        size = record.image_bytes(int(one.lengths[0]))
+        with mmap.mmap(-1, size) as buffer, memoryview(buffer) as image:
+            read = engine.get_many_into(one, [image])
+            filled = int(read.filled[0]) if read.statuses[0] != Status.MISSING else 0
+            kept = 0 < filled <= self.limit - self.bytes
+            if kept:
+                self._write(name, image[:filled])
         self._note(one, reason, engine.name, name if kept else None)
 
     def _write(self, name: str, data: memoryview) -> None:

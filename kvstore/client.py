@@ -18,9 +18,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Union
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +35,10 @@ from kvstore.keys import (
 )
 from kvstore.protocol import DEFAULT_HANDLE, Flag, Frame, Op
 
-Data = Union[bytes, bytearray, memoryview]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    Data = bytes | bytearray | memoryview
 
 MAX_FRAME_BYTES = 32 << 20
 """Payload bytes that one put frame carries; a larger batch is sent as several, in order."""
@@ -151,7 +153,7 @@ class Client:
         views = [memoryview(block).cast("B") for block in blocks]
         if len(views) != len(names):
             raise errors.UsageError(f"{len(names)} keys for {len(views)} blocks", "send as many")
-        for key, view in zip(keys, views):
+        for key, view in zip(keys, views, strict=True):
             check_block_length(len(view), key)
         answers: list[npt.NDArray[np.uint8]] = []
         for part in _parts([len(view) for view in views]):
@@ -166,7 +168,11 @@ class Client:
             tail = protocol.short(before if chain or not start else b"")
             answers.append(
                 self._put_part(
-                    frame, namespace, names[part], views[part], tail + protocol.short(label.encode())
+                    frame,
+                    namespace,
+                    names[part],
+                    views[part],
+                    tail + protocol.short(label.encode()),
                 )
             )
         return np.concatenate(answers) if answers else np.zeros(0, np.uint8)
@@ -211,7 +217,7 @@ class Client:
         meta = protocol.Meta(exchange.meta(reply))
         statuses, lengths = meta.u8(reply.count), meta.u32(reply.count).tolist()
         blocks: list[memoryview | None] = []
-        for status, length in zip(statuses, lengths):
+        for status, length in zip(statuses, lengths, strict=True):
             if status != BlockStatus.OK:
                 blocks.append(None)
                 continue
@@ -259,7 +265,9 @@ class Client:
             removed += int((statuses == BlockStatus.OK).sum())
         return removed
 
-    def _question(self, op: Op, flags: int, part: KeyArray, namespace: int, shard: int) -> bytearray:
+    def _question(
+        self, op: Op, flags: int, part: KeyArray, namespace: int, shard: int
+    ) -> bytearray:
         frame = Frame(
             op, flags=flags, shard=check_shard(shard), key_length=part.shape[1], count=len(part)
         )

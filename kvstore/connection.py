@@ -135,9 +135,7 @@ class Connection:
             self._server.give_back(store, extents)
         await self._reply(frame, statuses.tobytes(), count=len(statuses))
 
-    def _put_request(
-        self, namespace: Namespace, frame: Frame, fields: protocol.Meta
-    ) -> PutRequest:
+    def _put_request(self, namespace: Namespace, frame: Frame, fields: protocol.Meta) -> PutRequest:
         if not frame.count:
             raise UsageError("a put of no blocks", "send at least one")
         keys = fields.keys(frame.count, frame.key_length)

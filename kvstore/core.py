@@ -65,9 +65,9 @@ class Core:
     """The rooms of one open store and the figures between them.
 
     ``coming`` and ``going`` are bytes of records being written and being deleted. ``writing`` tells
-    which put writes a row. ``chores`` are jobs that somebody must run soon: the daemon hands them to
-    its workers, an offline command runs them in place. ``read_only`` is the reason why no writes are
-    taken, empty if they are.
+    which put writes a row. ``chores`` are jobs that somebody must run soon: the daemon hands them
+    to its workers, an offline command runs them in place. ``read_only`` is the reason why no writes
+    are taken, empty if they are.
     """
 
     path: Path
@@ -172,8 +172,8 @@ class Core:
     def touch(self, rows: U32) -> None:
         """Note that these rows were used now; the first one (nearest to the root) is the newest.
 
-        Whoever uses a block uses the prefix before it, even where its bytes came from elsewhere: the
-        ancestors of the first row count as used too, or chains would grow old from the root.
+        Whoever uses a block uses the prefix before it, even where its bytes came from elsewhere:
+        the ancestors of the first row count as used too, or chains would grow old from the root.
         """
         if len(rows):
             before = self.index.ancestors(int(rows[0]))[:MAX_ANCESTORS]
@@ -185,9 +185,7 @@ class Core:
         """Give references back, to the row or to the version that has left it since."""
         if self._held:
             keep = np.ones(len(rows), np.bool_)
-            for number, version in enumerate(
-                zip(rows.tolist(), generations.tolist(), strict=True)
-            ):
+            for number, version in enumerate(zip(rows.tolist(), generations.tolist(), strict=True)):
                 if version in self._held:
                     keep[number] = False
                     self._release_held(version)
@@ -265,4 +263,3 @@ def free_bytes(path: Path) -> int:
     except OSError as error:
         raise KVStoreError(f"cannot ask the filesystem of {path}: {error.strerror}") from error
     return found.f_bavail * found.f_frsize
-

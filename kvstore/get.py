@@ -2,7 +2,8 @@
 
 The index answers which blocks we hold; references keep them in place while a worker reads. Each
 image is verified right after it was read, while it is still in the processor's cache, against the
-identity that the index expects: a flipped bit, another block's record or an older version is a miss.
+identity that the index expects: a flipped bit, another block's record or an older version is a
+miss.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from kvstore.record import Verdict
 from kvstore.removal import discard
 
 if TYPE_CHECKING:
-    from kvstore.namespaces import Namespace
     from kvstore.core import Core
+    from kvstore.namespaces import Namespace
 
 _PIECE_BYTES = 4 << 20
 """Read and verify in pieces of about this size, so that what was read is verified from cache."""
 
 
 class Get(Job):
-    """Reads the first ``count`` of ``keys``: as many as fit ``budget`` bytes of images, at least one.
+    """Reads the first ``count`` of ``keys``: what fits ``budget`` bytes of images, at least one.
 
     After ``finish``: ``statuses`` u8 (OK or MISS), ``lengths`` u32 and ``checksums`` u64 (0 for
     misses), and :meth:`payload`. The caller calls :meth:`close` when it has used the payloads.

@@ -1,25 +1,28 @@
-"""An operation in three steps: begin on the owner thread, run in a worker, finish on the owner thread.
+"""An operation in three steps: begin on the owner thread, run in a worker, finish on the owner.
 
 The thread that owns the store (the daemon's event loop, or the only thread of an offline command)
 begins a job: it looks rows up, takes references, reserves space. A worker then calls ``run``, which
-does nothing but I/O, copying and hashing on arrays that the job carries; it never touches the index.
-The owner calls ``finish`` with the outcome, which releases whatever ``begin`` took, whether the run
-succeeded or not.
+does nothing but I/O, copying and hashing on arrays that the job carries; it never touches the
+index. The owner calls ``finish`` with the outcome, which releases whatever ``begin`` took, whether
+the run succeeded or not.
 """
 
 from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from kvstore.errors import EngineError, KVStoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
 
 class Job(ABC):
-    """One operation under way. ``failure`` is set when ``run`` raised; ``done`` after ``finish``."""
+    """One operation under way. ``failure``: what ``run`` raised. ``done``: ``finish`` is over."""
 
     def __init__(self) -> None:
         self.failure: KVStoreError | None = None

@@ -73,7 +73,9 @@ def _check_plain(value: object, where: str) -> None:
             _check_plain(item, f"{where}[{number}]")
     elif not isinstance(value, (str, int)):
         kind = type(value).__name__
-        raise InvalidKey(f"{where} is a {kind}", "use strings and integers, leave out what is absent")
+        raise InvalidKey(
+            f"{where} is a {kind}", "use strings and integers, leave out what is absent"
+        )
 
 
 def check_shard(shard: int) -> int:
@@ -95,7 +97,9 @@ def parse_hex(text: str) -> bytes:
     try:
         key = bytes.fromhex(text)
     except ValueError:
-        raise InvalidKey(f"key {text!r} is not hexadecimal", "write two hex digits a byte") from None
+        raise InvalidKey(
+            f"key {text!r} is not hexadecimal", "write two hex digits a byte"
+        ) from None
     if not 1 <= len(key) <= MAX_KEY_BYTES:
         raise InvalidKey(
             f"key {text[:16]!r} has {len(key)} bytes", f"a key has 1 to {MAX_KEY_BYTES} bytes"

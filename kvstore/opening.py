@@ -1,9 +1,9 @@
 """Opening a store: from a directory to rows that can be served.
 
 Normally that is checkpoint plus journal and nothing else, also after a kill. A scan of the engine
-follows in the background when the machine has been booted since without a clean stop: power may have
-been lost, and files may be missing or unknown. It comes before anything is served when the journal
-is torn or gone, because a block that the index has not heard of yet would be a false miss.
+follows in the background when the machine has been booted since without a clean stop: power may
+have been lost, and files may be missing or unknown. It comes before anything is served when the
+journal is torn or gone, because a block that the index has not heard of yet would be a false miss.
 """
 
 from __future__ import annotations
@@ -169,7 +169,8 @@ class Opening:
 
     def open(self) -> Store | None:
         """Return the open store, or None after :meth:`cancel`."""
-        assert self._record is not None and self._lock is not None
+        assert self._record is not None
+        assert self._lock is not None
         self.phase = "raising the generation"
         record, trouble = self._raise_opens(self._record)
         self.phase = "opening the engine"
@@ -246,9 +247,7 @@ class Opening:
         """Go on with the journal, or begin a new one where the old one cannot be trusted."""
         directory = self.path / record.blocks
         if loaded.end and not loaded.torn and not loaded.missing:
-            return Journal.resume(
-                directory, loaded.sequence, record.uuid, record.epoch, loaded.end
-            )
+            return Journal.resume(directory, loaded.sequence, record.uuid, record.epoch, loaded.end)
         return Journal.create(
             directory,
             loaded.sequence + 1,
@@ -364,4 +363,3 @@ def open_store(path: Path, options: Options | None = None) -> Store:
     assert store is not None
     store.run_chores()
     return store
-

@@ -9,7 +9,6 @@ answer follows the PUT record, so what was acknowledged is found again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ import numpy as np
 
 from kvstore import events, record, versions
 from kvstore.answers import BlockStatus
-from kvstore.backends.base import U8, U32, Blocks, Status, Written
+from kvstore.backends.base import U8, U32, Status, Written
 from kvstore.errors import InvalidKey, KVStoreError, ReadOnly
 from kvstore.index import GHOST, NONE
 from kvstore.job import Job
@@ -25,9 +24,11 @@ from kvstore.keys import KeyArray, check_block_length, space_number
 from kvstore.removal import make_room
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.core import Core
     from kvstore.namespaces import Namespace
     from kvstore.removal import Removal
-    from kvstore.core import Core
 
 _ANSWER = np.full(256, BlockStatus.FAILED, np.uint8)
 _ANSWER[Status.OK] = BlockStatus.OK
@@ -38,8 +39,8 @@ _ANSWER[Status.FULL] = BlockStatus.FULL
 class PutRequest:
     """Blocks of one namespace and shard: keys (n, key length), payload bytes u32 (n,).
 
-    With ``chain`` each block is the parent of the next; ``parent`` is that of the first block, empty
-    if it has none. ``durable`` asks for a sync before the answer.
+    With ``chain`` each block is the parent of the next; ``parent`` is that of the first block,
+    empty if it has none. ``durable`` asks for a sync before the answer.
     """
 
     namespace: Namespace

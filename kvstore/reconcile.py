@@ -1,9 +1,9 @@
 """Comparing the index with what the engine really holds, by a scan of the records' headers.
 
-Needed when the journal cannot be trusted to tell everything: it is torn or gone, or the machine lost
-power and may have kept some files and not others. A record that the index does not know is adopted;
-a version that was superseded or given up is deleted; a row without a record becomes a miss. The scan
-goes in steps, so it can run while the store serves.
+Needed when the journal cannot be trusted to tell everything: it is torn or gone, or the machine
+lost power and may have kept some files and not others. A record that the index does not know is
+adopted; a version that was superseded or given up is deleted; a row without a record becomes a
+miss. The scan goes in steps, so it can run while the store serves.
 """
 
 from __future__ import annotations
@@ -111,9 +111,7 @@ class Reconcile:
     def _delete(self, batch: Scanned, chosen: np.ndarray) -> None:
         if len(chosen):
             blocks = _blocks(batch, chosen)
-            self._core.queue(
-                Step(lambda: self._delete_blocks(blocks), lambda _step: None)
-            )
+            self._core.queue(Step(lambda: self._delete_blocks(blocks), lambda _step: None))
 
     def _delete_blocks(self, blocks: Blocks) -> None:
         self._core.engine.delete_many(blocks)
@@ -240,5 +238,3 @@ def _blocks(batch: Scanned, chosen: np.ndarray) -> Blocks:
         batch.generations[chosen],
         batch.places[chosen],
     )
-
-

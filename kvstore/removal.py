@@ -63,7 +63,7 @@ class Removal(Job):
         self._ran = True
 
     def finish(self) -> None:
-        """Release row ids and bytes; if the journal refused, both stay taken until the next open."""
+        """Release row ids and bytes; where the journal refused, they stay taken until reopened."""
         if self._ran:
             self._core.index.free(self._hidden)
             self._core.going -= self.bytes

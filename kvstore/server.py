@@ -19,7 +19,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from kvstore import __version__, keys
@@ -37,6 +36,7 @@ from kvstore.opening import Opening, Options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from kvstore.backends.base import U8
     from kvstore.get import Get
@@ -218,7 +218,7 @@ class Server:
         return self.settings.request_timeout
 
     async def ready(self, deadline_ms: int) -> Store:
-        """Wait for the store to be open. Raises DaemonUnavailable at the deadline or when draining."""
+        """Wait for the store to be open. Raises DaemonUnavailable at the deadline or in a drain."""
         if self._store is None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._seconds(deadline_ms)):
@@ -234,7 +234,9 @@ class Server:
         return min(deadline_ms / 1000, limit) if deadline_ms else limit
 
     def default_namespace(self, store: Store) -> Namespace:
-        namespace = store.core.namespaces.by_id(keys.namespace_id(keys.named(keys.DEFAULT_NAMESPACE)))
+        namespace = store.core.namespaces.by_id(
+            keys.namespace_id(keys.named(keys.DEFAULT_NAMESPACE))
+        )
         assert namespace is not None
         return namespace
 
@@ -280,9 +282,7 @@ class Server:
         while self._store.chores:
             self._start(self._store.chores.popleft())
 
-    async def extents(
-        self, store: Store, sizes: Sequence[int], deadline_ms: int
-    ) -> list[Extent]:
+    async def extents(self, store: Store, sizes: Sequence[int], deadline_ms: int) -> list[Extent]:
         """Allocate slab extents, waiting for room. Raises Busy at the deadline."""
         return await self._with_room(lambda: store.core.slab.allocate(sizes), deadline_ms)
 
@@ -358,10 +358,7 @@ class Server:
             raise job.failure
 
     def status(self) -> dict[str, object]:
-        if self._store is None:
-            answer = self._opening.status()
-        else:
-            answer = self._store.status()
+        answer = self._opening.status() if self._store is None else self._store.status()
         if self._stopping:
             answer["state"] = "draining"
         return {

@@ -35,7 +35,7 @@ def check_capacity(capacity: int) -> int:
 
 
 def default_floor(filesystem_bytes: int) -> int:
-    """Return the free-space floor in bytes: 5 %, at least 10 GiB, at most 10 % of the filesystem."""
+    """Return the free-space floor: 5 % of the filesystem, at least 10 GiB, at most 10 %."""
     wanted = max(int(filesystem_bytes * FLOOR_SHARE), FLOOR_MIN)
     return min(wanted, int(filesystem_bytes * FLOOR_MAX_SHARE))
 
@@ -66,19 +66,19 @@ class Usage:
 
 
 class Space:
-    """The limits of one store. ``at_floor`` tells that the filesystem has less free than it must."""
+    """The limits of one store. ``at_floor``: the filesystem has less free than it must have."""
 
-    def __init__(self, capacity: int, space_factor: float, floor: int, *, frees_space: bool) -> None:
+    def __init__(
+        self, capacity: int, space_factor: float, floor: int, *, frees_space: bool
+    ) -> None:
         self.capacity = check_capacity(capacity)
         self.floor = floor
         self._factor = space_factor
         self._frees_space = frees_space
+        self.at_floor = False
         self._live_at_floor: int | None = None
+        self._given = 0
         self._given_up = False
-
-    @property
-    def at_floor(self) -> bool:
-        return self._live_at_floor is not None
 
     def high(self, overhead: int) -> int:
         """Return the live bytes at which eviction begins."""
@@ -92,10 +92,21 @@ class Space:
         return record_bytes <= self.capacity // MAX_RECORD_SHARE
 
     def observe(self, usage: Usage) -> None:
-        """Note the free bytes of the filesystem; enter or leave the floor state."""
-        if usage.free >= self.floor:
-            self._live_at_floor, self._given_up = None, False
-        elif self._live_at_floor is None:
+        """Note the free bytes of the filesystem; enter or leave the floor state.
+
+        What we may give is counted from the first time that the floor was reached, and forgotten
+        only when others have made room: if our own evictions brought the free space back above the
+        floor, somebody who goes on filling the disk would halve the store again and again.
+        """
+        self.at_floor = usage.free < self.floor
+        if self.at_floor:
+            self._reach(usage)
+        elif usage.free - self._given >= self.floor:
+            self._live_at_floor, self._given, self._given_up = None, 0, False
+
+    def _reach(self, usage: Usage) -> None:
+        self.at_floor = True
+        if self._live_at_floor is None:
             self._live_at_floor = usage.live
 
     def to_evict(self, usage: Usage, need: int) -> int:
@@ -109,8 +120,8 @@ class Space:
             wanted = surplus + self.high(usage.overhead) - self.low(usage.overhead)
         over = usage.physical + need - self.capacity
         wanted = max(wanted, over - usage.going)
-        if need and usage.free - need < self.floor and not self.at_floor:
-            self._live_at_floor = usage.live
+        if need and usage.free - need < self.floor:
+            self._reach(usage)
         if self.at_floor:
             wanted = max(wanted, min(need, self._may_give(usage)))
         return max(0, wanted)
@@ -128,6 +139,10 @@ class Space:
             return 0
         missing = self.floor - usage.free - usage.going
         return max(0, min(missing, self._may_give(usage)))
+
+    def gave(self, freed: int) -> None:
+        """Note that records of so many bytes were evicted for the floor."""
+        self._given += freed
 
     def gave_nothing(self) -> None:
         """Note that a batch evicted for the floor freed nothing: stop until the floor is left."""

@@ -1,9 +1,9 @@
 """The front door of an open store: put, get, contains, delete, evict, flush, list, status.
 
 One thread owns a Store. Questions of the index are answered at once; everything that needs the disk
-comes back as a :class:`~kvstore.job.Job`, begun, for the caller to have performed by a worker and to
-hand to :meth:`Store.finish` afterwards. :meth:`Store.run` does all of that in place. Whoever drives
-the store also takes the jobs out of :attr:`Store.chores` and performs them.
+comes back as a :class:`~kvstore.job.Job`, begun, for the caller to have performed by a worker and
+to hand to :meth:`Store.finish` afterwards. :meth:`Store.run` does all of that in place. Whoever
+drives the store also takes the jobs out of :attr:`Store.chores` and performs them.
 """
 
 from __future__ import annotations
@@ -100,9 +100,7 @@ class Store:
         """Return how many of the keys a get would find, up to the first that it would not."""
         return self.core.index.prefix(space_number(namespace.number, shard), keys)
 
-    def delete(
-        self, namespace: Namespace, shard: int, keys: KeyArray
-    ) -> tuple[U8, list[Removal]]:
+    def delete(self, namespace: Namespace, shard: int, keys: KeyArray) -> tuple[U8, list[Removal]]:
         """Begin to remove blocks by name.
 
         Returns a status per key (OK or MISS) and the removals that must be done before the answer;
@@ -152,7 +150,9 @@ class Store:
         result = []
         for row, space in zip(rows.tolist(), index.spaces[rows].tolist(), strict=True):
             key = index.keys_of(np.array([row], np.uint32))[0].tobytes().hex()
-            result.append((self.core.namespaces.by_number(space >> 16).id.hex(), space & 0xFFFF, key))
+            result.append(
+                (self.core.namespaces.by_number(space >> 16).id.hex(), space & 0xFFFF, key)
+            )
         return result
 
     # -- state ------------------------------------------------------------------------------------
@@ -229,4 +229,3 @@ class Store:
         rows = self.core.index.rows_of(None)
         there: U32 = rows[(self.core.index.flags[rows] & DISK) != 0]
         return there
-

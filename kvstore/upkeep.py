@@ -1,4 +1,4 @@
-"""What an open store does by itself: saves the order of use, writes checkpoints, heeds the floor."""
+"""What an open store does by itself: saves the order of use, writes checkpoints, frees space."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class Flush(Job):
 def lose_unsynced(core: Core, failure: KVStoreError) -> None:
     """Turn everything written since the last good sync into misses; take no more writes.
 
-    After a failed sync the kernel may call the next one good although the bytes are gone, so neither
-    the rows nor the engine can be trusted until the store is opened again.
+    After a failed sync the kernel may call the next one good although the bytes are gone, so
+    neither the rows nor the engine can be trusted until the store is opened again.
     """
     index = core.index
     rows = index.rows_of(None)
@@ -85,7 +85,9 @@ def lose_unsynced(core: Core, failure: KVStoreError) -> None:
     doubtful = ((flags & DISK) != 0) & ((flags & DURABLE) == 0)
     doubtful &= index.generations[rows] > core.synced_generation
     lost = rows[doubtful]
-    log.error("a sync failed (%s): %d blocks written since the last one are lost", failure, len(lost))
+    log.error(
+        "a sync failed (%s): %d blocks written since the last one are lost", failure, len(lost)
+    )
     core.queue(retire(core, lost)[0])
     core.stop_writes(f"a sync failed: {failure.message}")
 
@@ -110,8 +112,8 @@ class Checkpoint:
     First the journal goes on in a new file. Then everybody who was under way at that moment is
     awaited: their records may lie in the old file while the index does not show them yet. Then the
     rows are described in slices, each whenever its turn comes: whatever changed since is in the new
-    journal, and replaying it over later rows changes nothing. Only when the checkpoint is durable do
-    the files before it go.
+    journal, and replaying it over later rows changes nothing. Only when the checkpoint is durable
+    do the files before it go.
     """
 
     def __init__(self, core: Core, done: Callable[[bool], None]) -> None:
@@ -253,6 +255,7 @@ class Upkeep:
             self._core.space.gave_nothing()
             return
         self._giving = evict(self._core, victims)
+        self._core.space.gave(self._giving.bytes)
         self._free_before = free
         self._giving.when_done(self._gave)
         self._core.queue(self._giving)

@@ -76,7 +76,8 @@ class Local:
         return [int(status) for status in job.statuses]
 
     def get(self, keys: Sequence[bytes], *, shard: int = 0) -> list[bytes | None]:
-        names, found = key_array(keys), []
+        names = key_array(keys)
+        found: list[bytes | None] = []
         while len(found) < len(names):
             job = self.store.get(self.namespace, shard, names[len(found) :], 8 * MIB)
             self.store.run(job)

@@ -274,7 +274,9 @@ def test_damage_to_what_was_flushed_before_a_power_loss_is_an_alarm(
 
 
 @pytest.mark.usefixtures("rebooted", "no_scan")
-def test_a_clean_stop_needs_no_scan_after_a_reboot(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clean_stop_needs_no_scan_after_a_reboot(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as allowed:
         allowed.setattr(FilesystemEngine, "scan", lambda _self: iter(()))
         local = Local(path)

@@ -11,11 +11,15 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 
-def usage(live: int, *, coming: int = 0, going: int = 0, overhead: int = 0, free: int = 100 * GIB) -> Usage:
+def usage(
+    live: int, *, coming: int = 0, going: int = 0, overhead: int = 0, free: int = 100 * GIB
+) -> Usage:
     return Usage(live, coming, going, overhead, free)
 
 
-def space(capacity: int = 100 * MIB, *, factor: float = 1.0, floor: int = 0, frees: bool = True) -> Space:
+def space(
+    capacity: int = 100 * MIB, *, factor: float = 1.0, floor: int = 0, frees: bool = True
+) -> Space:
     return Space(capacity, factor, floor, frees_space=frees)
 
 
@@ -27,7 +31,12 @@ def test_capacity_has_a_minimum() -> None:
 
 @pytest.mark.parametrize(
     ("filesystem", "floor"),
-    [(2 * GIB, 2 * GIB // 10), (100 * GIB, 10 * GIB), (150 * GIB, 10 * GIB), (1000 * GIB, 50 * GIB)],
+    [
+        (2 * GIB, 2 * GIB // 10),
+        (100 * GIB, 10 * GIB),
+        (150 * GIB, 10 * GIB),
+        (1000 * GIB, 50 * GIB),
+    ],
 )
 def test_the_floor_is_five_percent_at_least_ten_gib_at_most_ten_percent(
     filesystem: int, floor: int
@@ -122,6 +131,25 @@ def test_an_engine_that_frees_nothing_is_not_evicted_for_the_floor() -> None:
     limits = space(floor=100 * MIB, frees=False)
     limits.observe(usage(50 * MIB, free=0))
     assert limits.floor_surplus(usage(50 * MIB, free=0)) == 0
+
+
+def test_somebody_who_goes_on_filling_the_disk_does_not_halve_the_store_again() -> None:
+    limits = space(floor=20 * MIB)
+    limits.observe(usage(50 * MIB, free=0))
+    limits.gave(20 * MIB)
+    limits.observe(usage(30 * MIB, free=20 * MIB))
+    assert not limits.at_floor
+    limits.observe(usage(30 * MIB, free=0))
+    assert limits.floor_surplus(usage(30 * MIB, free=0)) == 5 * MIB
+
+
+def test_room_made_by_others_ends_the_account() -> None:
+    limits = space(floor=20 * MIB)
+    limits.observe(usage(50 * MIB, free=0))
+    limits.gave(20 * MIB)
+    limits.observe(usage(30 * MIB, free=40 * MIB))
+    limits.observe(usage(30 * MIB, free=0))
+    assert limits.floor_surplus(usage(30 * MIB, free=0)) == 15 * MIB
 
 
 def test_leaving_the_floor_lets_the_store_grow_again() -> None:

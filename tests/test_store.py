@@ -118,9 +118,7 @@ def test_a_block_is_read_while_it_is_deleted(local: Local) -> None:
     """The reader gets the bytes; the file goes when the reader has gone."""
     local.put([key(1)], [block(1)])
     reading = local.store.get(local.namespace, 0, np.frombuffer(key(1), np.uint8)[None], MIB)
-    statuses, removals = local.store.delete(
-        local.namespace, 0, np.frombuffer(key(1), np.uint8)[None]
-    )
+    _, removals = local.store.delete(local.namespace, 0, np.frombuffer(key(1), np.uint8)[None])
     local.store.run(removals[0])
     assert local.contains([key(1)]) == [False]
     assert len(local.files()) == 1
@@ -149,11 +147,11 @@ def test_lengths_out_of_bounds_are_refused(local: Local, length: int) -> None:
 
 def test_keys_of_another_length_are_refused_until_the_namespace_is_empty(local: Local) -> None:
     local.put([key(1)], [block(1)])
-    with pytest.raises(InvalidKey, match="16 bytes.*32"):
+    with pytest.raises(InvalidKey, match=r"16 bytes.*32"):
         local.put([b"k" * 16], [block(2)])
     local.delete([key(1)])
     assert local.put([b"k" * 16], [block(2)]) == [OK]
-    with pytest.raises(InvalidKey, match="32 bytes.*16"):
+    with pytest.raises(InvalidKey, match=r"32 bytes.*16"):
         local.put([key(1)], [block(1)])
 
 

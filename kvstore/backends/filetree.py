@@ -29,7 +29,7 @@ MAX_FANOUT = 4096
 MEASURED_AT_ONCE = 512
 
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
-_RECORD = re.compile(r"([0-9a-f]{4})-((?:[0-9a-f]{2}){1,64})\.([0-9a-f]{16})\.kvb")
+_RECORD = re.compile(r"([0-9a-f]{4})-([0-9a-f]{2,128})\.([0-9a-f]{16})\.kvb")
 # Other rooms of the store keep these in the same directory; the filesystem makes lost+found.
 _NEIGHBOUR = re.compile(r"tmp|lost\+found|(journal|checkpoint)\..*")
 
@@ -131,14 +131,14 @@ class Tree:
             if isinstance(item, Finding):
                 yield item
                 continue
-            path = f"{namespace}/{fan}/{item.name}"
             found = _RECORD.fullmatch(item.name)
-            if not found or not item.is_file(follow_symlinks=False):
-                yield Finding("foreign", path, "not a record's file")
+            if not found or len(found[2]) % 2 or not item.is_file(follow_symlinks=False):
+                yield Finding("foreign", f"{namespace}/{fan}/{item.name}", "not a record's file")
                 continue
             key = bytes.fromhex(found[2])
-            if self.fan(key) != fan:
-                yield Finding("misplaced", path, f"its key belongs into directory {self.fan(key)}")
+            if (right := self.fan(key)) != fan:
+                path = f"{namespace}/{fan}/{item.name}"
+                yield Finding("misplaced", path, f"its key belongs into directory {right}")
                 continue
             identity = (bytes.fromhex(namespace), int(found[1], 16), key, int(found[3], 16))
             yield Entry(namespace, fan, item.name, identity)
