@@ -18,7 +18,7 @@ class Row:
     generation: int | None = None
     length: int = 0
     place: int = 0
-    has_state: bool = False
+    begun: tuple[Identity, int] | None = None
 
 
 @dataclass
@@ -79,9 +79,12 @@ def _apply(outcome: Outcome, event: Records) -> None:
             outcome.pins.pop(number, None)
     elif kind is Kind.FREE and row and row.generation == generation:
         row.generation = None
+        row.identity, row.parent = row.begun or (row.identity, row.parent)
         outcome.pins.pop(number, None)
     elif kind is Kind.BEGIN and (row is None or row.generation is None):
         outcome.rows[number] = Row(*_named(event))
+    elif kind is Kind.BEGIN and row:
+        row.begun = _named(event)
     elif kind is Kind.PUT:
         outcome.rows[number] = Row(
             *_named(event), generation, int(event["length"][0]), int(event["place"][0])
