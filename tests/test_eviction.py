@@ -29,7 +29,8 @@ def test_policies_have_names() -> None:
 def test_lru_offers_the_oldest_first(rows: int) -> None:
     rng = np.random.default_rng(rows)
     last_use = rng.permutation(rows * 2).astype(np.uint64)[:rows]
-    flags = rng.choice([DISK, DISK | UNSYNCED, WRITING, GHOST, HIDDEN, 0], rows).astype(np.uint8)
+    others = [WRITING, GHOST, HIDDEN, DISK | WRITING, DISK | HIDDEN, 0]
+    flags = rng.choice([DISK, DISK | UNSYNCED, *others], rows).astype(np.uint8)
     for count in (1, 7, 1000, 50_000, 10**6):
         found = Lru().candidates(last_use, flags, count)
         assert found.dtype == np.uint32

@@ -179,7 +179,7 @@ class TestGrowth:
         monkeypatch.setattr(HashTable, "digest", few)
         keys = random_keys(1, count)
         rows = insert(index, keys)
-        for kept in (count, 200, 30, 3, 0):
+        for kept in (count, *range(count // 90 * 90, -1, -90)):
             index.remove(rows[kept:])
             rows = rows[:kept]
             assert index.find(SPACE, keys[:kept]).tolist() == rows.tolist()
@@ -188,6 +188,32 @@ class TestGrowth:
         assert recovers is not bool(index._table.passed.any())
         again = insert(index, keys[:100])
         assert index.find(SPACE, keys[:100]).tolist() == again.tolist()
+
+    def test_a_count_that_was_too_high_is_not_trusted_again(self, index: Index) -> None:
+        table, bucket = index._table, np.zeros(300, np.intp)
+        table._pass(bucket[:254], 1)
+        table._pass(bucket[:4], -1)
+        assert table.passed[0] == 250
+        table._pass(bucket, 1)
+        table._pass(bucket, -1)
+        assert table.passed[0] == 255
+
+    def test_what_an_empty_slot_once_held_does_not_count(
+        self, index: Index, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A recycled row id lands in the bucket in which an empty slot still names it."""
+        monkeypatch.setattr(HashTable, "digest", lambda _, ids: np.zeros(len(ids), np.uint64))
+        keys = random_keys(1, 18)
+        for at in range(17):
+            insert(index, keys[at : at + 1])
+        last, first = index.find(SPACE, keys[15:16]), index.find(SPACE, keys[:1])
+        index.remove(np.append(last, first))
+        index.free(np.append(first, last))
+        assert insert(index, keys[17:]) == last
+        overflowed = index.find(SPACE, keys[16:17])
+        index.remove(np.append(last, overflowed))
+        assert index.find(SPACE, keys[[15, 16, 17]]).tolist() == [NONE, NONE, NONE]
+        assert index.contains(SPACE, keys[1:15]).all()
 
     def test_too_many_equal_hashes_are_an_error_and_no_more(
         self, index: Index, monkeypatch: pytest.MonkeyPatch
@@ -202,6 +228,7 @@ class TestGrowth:
         assert index.rows_of(None).tolist() == before.tolist()
         assert (index.find(SPACE, random_keys(2, 9000)) == NONE).all()
         assert len(insert(index, random_keys(3, 4000))) == 4000
+        assert index.row_limit <= 9005
         assert index.contains(SPACE, random_keys(3, 4000)).all()
 
     def test_a_view_that_is_held_goes_stale_but_never_dangles(self) -> None:
@@ -398,6 +425,12 @@ class TestChains:
         assert index.children[[a, b, c]].tolist() == [1, 0, 0]
         assert index.children_of(int(a)).tolist() == [c]
 
+    def test_a_row_may_be_named_twice(self, index: Index) -> None:
+        a, b, c, d = insert(index, random_keys(1, 4))
+        assert index.link(np.array([c, c], np.uint32), np.array([a, a], np.uint32)) == 0
+        assert index.link(np.array([d, d], np.uint32), np.array([a, b], np.uint32)) == 1
+        assert index.children[[a, b]].tolist() == [2, 0]
+
     def test_cycles_are_dropped(self, index: Index) -> None:
         a, _, c = chain(index, 3)
         assert index.link(one(a), one(a)) == 1
@@ -441,6 +474,29 @@ class TestChains:
         longest = max(len(index.ancestors(int(row))) for row in rows[::4096])
         assert longest <= 65_535
         assert 1 <= index.dropped_links <= 2
+
+    def test_depth_counts_what_was_linked_late(
+        self, index: Index, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(chains, "MAX_DEPTH", 4)
+        rows, late = chain(index, 3), chain(index, 3, seed=2)
+        assert index.link(late[:1], rows[1:2]) == 0
+        # The last of the late ones now lies at depth 4, though its column still says 2.
+        (new,) = insert(index, random_keys(3, 1))
+        assert index.link(one(new), late[2:]) == 1
+        assert index.link(one(new), late[1:2]) == 0
+        assert index.depths[[*late, new]].tolist() == [2, 3, 4, 4]
+
+    def test_depth_forgets_what_has_left(
+        self, index: Index, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(chains, "MAX_DEPTH", 4)
+        index.free(index.remove(chain(index, 5)))
+        rows, late = chain(index, 2, seed=2), chain(index, 2, seed=3)
+        assert index.link(late[:1], rows[1:]) == 0
+        new = insert(index, random_keys(4, 2))
+        assert index.link(new, np.array([late[1], new[0]], np.uint32)) == 1
+        assert index.depths[new].tolist() == [4, 0]
 
     def test_endless_walks_are_cut(self, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
         rows = chain(index, 200)
@@ -499,6 +555,14 @@ class TestChains:
         index.release(one(a))
         assert index.ghost_count == 0
         assert len(index.rows_of(None)) == 0
+
+    def test_a_ghost_goes_when_its_references_are_taken(self, index: Index) -> None:
+        a, b = chain(index, 2)
+        index.acquire(one(a))
+        index.remove(one(a))
+        index.remove(one(b))
+        assert index.take_references(one(a)) == 1
+        assert index.ghost_count == 0
 
     def test_aborting_a_ghost_with_children_makes_it_one_again(self, index: Index) -> None:
         keys = random_keys(1, 2)
@@ -715,10 +779,10 @@ class TestCheckpoint:
         exported = source.export(0, 3)
         keys = exported.keys.copy()
         keys[2] = keys[0]
-        ghost = np.array([True, False, False])
+        ghost = np.array([False, False, True])
         index = Index(seed=2)
-        assert index.load(dataclasses.replace(exported, keys=keys, ghost=ghost)) == rows[0]
-        assert index.contains(SPACE, random_keys(1, 1)).all()
+        assert index.load(dataclasses.replace(exported, keys=keys, ghost=ghost)) == rows[2]
+        assert index.contains(SPACE, random_keys(1, 2)).all()
 
     def test_impossible_links_are_dropped(self) -> None:
         source = Index(seed=1)
