@@ -584,8 +584,11 @@ def test_a_scan_reports_what_it_cannot_believe(engine: FilesystemEngine, directo
     (directory / NAMESPACE.hex() / "zz").mkdir()
     (directory / "notes.txt").write_text("hello")
     (garbage.parent / garbage.name.upper()).write_bytes(b"")
+    (garbage.parent / "0000-abc.0000000000000001.kvb").write_bytes(b"")
+    folder = f"{NAMESPACE.hex()}/{garbage.parent.name}"
     foreign = [
-        ("foreign", f"{NAMESPACE.hex()}/{garbage.parent.name}/{garbage.name.upper()}"),
+        ("foreign", f"{folder}/{garbage.name.upper()}"),
+        ("foreign", f"{folder}/0000-abc.0000000000000001.kvb"),
         ("foreign", f"{NAMESPACE.hex()}/zz"),
         ("foreign", "notes.txt"),
         ("misplaced", str(elsewhere.relative_to(directory))),
