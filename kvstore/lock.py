@@ -10,7 +10,7 @@ from pathlib import Path
 from kvstore import files
 from kvstore.errors import StoreLocked, StoreNotFound
 
-_COMMAND_BYTES = 200
+_COMMAND_LENGTH = 120
 
 
 class Lock:
@@ -88,13 +88,13 @@ class Lock:
         pid = _flock_holder(os.fstat(self._descriptor))
         if pid:
             return f"process {pid} ({_command(pid) or 'command unknown'})"
-        text = os.pread(self._descriptor, 2 * _COMMAND_BYTES, 0).decode(errors="replace")
-        signed, _, command = text.strip().partition(" ")
+        text = os.pread(self._descriptor, 4 * _COMMAND_LENGTH, 0)
+        signed, _, command = _plain(text).partition(" ")
         return f"process {signed} ({command})" if signed.isdigit() else "another process"
 
     def _sign(self) -> None:
         command = _command(os.getpid()) or "kvstore"
-        self._write_text(f"{os.getpid()} {command}\n".encode()[:_COMMAND_BYTES])
+        self._write_text(f"{os.getpid()} {command}\n".encode())
 
     def _write_text(self, text: bytes) -> None:
         try:
@@ -124,7 +124,12 @@ def _flock_holder(file: os.stat_result) -> int:
 
 def _command(pid: int) -> str:
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return _plain(Path(f"/proc/{pid}/cmdline").read_bytes())
     except OSError:
         return ""
-    return b" ".join(words).decode(errors="replace").strip()[:_COMMAND_BYTES]
+
+
+def _plain(text: bytes) -> str:
+    """Return text of another process as one short line that cannot play tricks on a terminal."""
+    shown = "".join(c if c.isprintable() else " " for c in text.decode(errors="replace"))
+    return " ".join(shown.split())[:_COMMAND_LENGTH]
