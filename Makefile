@@ -22,7 +22,7 @@ FIND_PYTHON = for candidate in "$(PYTHON)" /usr/bin/python3.11 python3.11 python
 STAMP := .venv/.ready-$(shell pwd | cksum | cut -d' ' -f1)
 BIN := .venv/bin
 RUN := $(BIN)/python -m
-ALONE := $(addprefix kvstore/,errors.py answers.py keys.py protocol.py client.py)
+ALONE := $(addprefix kvstore/,errors.py answers.py keys.py protocol.py exchange.py client.py)
 
 venv: $(STAMP)
 

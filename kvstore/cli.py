@@ -1,7 +1,6 @@
 """The command ``kvstore``: parse, call one function, render. The only room that ends the process.
 
-``frame`` has what all commands share (global flags, help, exit codes); the other modules hold the
-commands by subject. They import what they need when they run, so that ``kvstore --help`` is quick.
+The commands themselves lie in ``commands/``, one module a subject.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from kvstore.cli.blocks import contains, delete, get, list_blocks, put
-from kvstore.cli.daemon import create, inspect, serve, status
-from kvstore.cli.frame import Call, Group, ReaderGone
-from kvstore.cli.measure import bench
+from kvstore.commands.blocks import contains, delete, get, list_blocks, put
+from kvstore.commands.daemon import create, inspect, serve, status
+from kvstore.commands.frame import Call, Group, ReaderGone
+from kvstore.commands.measure import bench
 from kvstore.errors import KVStoreError
 
 if TYPE_CHECKING:

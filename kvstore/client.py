@@ -14,18 +14,16 @@ only: model servers import this module.
 from __future__ import annotations
 
 import itertools
-import os
-import socket
-import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore import errors, protocol
 from kvstore.answers import Ack, BlockStatus
+from kvstore.exchange import Channel, Exchange
 from kvstore.keys import (
     MAX_BLOCK_BYTES,
     KeyArray,
@@ -36,16 +34,13 @@ from kvstore.keys import (
 from kvstore.protocol import DEFAULT_HANDLE, Flag, Frame, Op
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     Data = bytes | bytearray | memoryview
 
 MAX_FRAME_BYTES = 32 << 20
 """Payload bytes that one put frame carries; a larger batch is sent as several, in order."""
 _RETRY_SECONDS = 0.05
-_GRACE_SECONDS = 1.0
-"""Time that a daemon has, after the deadline, to say itself that it was missed."""
-_SEND_BUFFERS = 256
 
 
 class Client:
@@ -56,14 +51,12 @@ class Client:
     """
 
     def __init__(self, path: str, timeout: float = 30.0) -> None:
-        self.path = str(path)
         self.timeout = timeout
-        self._lock = threading.RLock()
-        self._sock: socket.socket | None = None
-        self._pid = 0
+        self._channel = Channel(str(path), timeout)
         self._requests = itertools.count(1)
         self._records: dict[int, Mapping[str, object]] = {}
         self._handles: dict[int, int] = {}
+        self._opened_on = 0
 
     def __enter__(self) -> Client:
         return self
@@ -73,11 +66,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connection. May be called twice; the next call opens it again."""
-        with self._lock:
-            if self._sock is not None:
-                self._sock.close()
-            self._sock = None
-            self._handles.clear()
+        self._channel.close()
 
     # -- namespaces -------------------------------------------------------------------------------
 
@@ -86,7 +75,8 @@ class Client:
 
         Raises UnknownNamespace when it does not exist and ``create`` is false.
         """
-        with self._lock:
+        with self._channel.lock:
+            self._forget_old_handles()
             answer = self._admin({"op": "namespace", "record": dict(record), "create": create})
             handle = len(self._records) + 1
             self._records[handle] = dict(record)
@@ -97,11 +87,18 @@ class Client:
         """Return the daemon's handle; after a reconnect the namespace is opened again."""
         if handle == DEFAULT_HANDLE:
             return DEFAULT_HANDLE
-        self._connect()
+        self._forget_old_handles()
         if handle not in self._handles:
             answer = self._admin({"op": "namespace", "record": self._records[handle]})
             self._handles[handle] = _number(answer, "handle")
         return self._handles[handle]
+
+    def _forget_old_handles(self) -> None:
+        """Handles belong to a connection; a new one knows none of them."""
+        self._channel.connect()
+        if self._opened_on != self._channel.count:
+            self._handles.clear()
+            self._opened_on = self._channel.count
 
     # -- blocks -----------------------------------------------------------------------------------
 
@@ -213,7 +210,7 @@ class Client:
         return found
 
     @staticmethod
-    def _blocks_of(exchange: _Exchange, reply: Frame) -> list[memoryview | None]:
+    def _blocks_of(exchange: Exchange, reply: Frame) -> list[memoryview | None]:
         meta = protocol.Meta(exchange.meta(reply))
         statuses, lengths = meta.u8(reply.count), meta.u32(reply.count).tolist()
         blocks: list[memoryview | None] = []
@@ -282,7 +279,7 @@ class Client:
         start: object = 0
         left = limit if limit is not None else 1 << 62
         while start is not None and left > 0:
-            with self._lock:
+            with self._channel.lock:
                 handle = None if namespace is None else self._wire_handle(namespace)
                 answer = self._admin({"op": "list", "handle": handle, "start": start})
             blocks = answer.get("blocks")
@@ -321,8 +318,8 @@ class Client:
 
     def _exchange(
         self, frame: Frame, namespace: int, meta: bytes, payload: Sequence[memoryview] = ()
-    ) -> _Exchange:
-        with self._lock:
+    ) -> Exchange:
+        with self._channel.lock:
             frame = replace(
                 frame,
                 handle=self._wire_handle(namespace),
@@ -331,134 +328,7 @@ class Client:
                 meta_bytes=len(meta),
                 payload_bytes=sum(map(len, payload)),
             )
-            return _Exchange(self, frame, [memoryview(frame.pack() + meta), *payload])
-
-    def _connect(self) -> socket.socket:
-        """Return the connection, made anew after a failure and after a fork."""
-        if self._sock is not None and self._pid == os.getpid() and not _ended(self._sock):
-            return self._sock
-        self.close()
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.settimeout(self.timeout)
-        try:
-            sock.connect(self.path)
-        except OSError as error:
-            sock.close()
-            reason = error.strerror or str(error)
-            raise errors.DaemonUnavailable(
-                f"no daemon answers on {self.path} ({reason})",
-                "start one with kvstore serve, or use --socket",
-            ) from error
-        self._sock, self._pid = sock, os.getpid()
-        return sock
-
-
-class _Exchange:
-    """One request and its replies; the connection is locked from ``with`` to its end.
-
-    A connection left in the middle of an exchange is closed: what comes next on it is unknown.
-    """
-
-    def __init__(self, client: Client, frame: Frame, parts: list[memoryview]) -> None:
-        self._client = client
-        self._frame = frame
-        self._parts = parts
-        self._expected = 0
-        self._last = False
-
-    def __enter__(self) -> _Exchange:
-        self._client._lock.acquire()
-        try:
-            self._limit = time.monotonic() + self._client.timeout + _GRACE_SECONDS
-            self._sock = self._client._connect()
-            self._send()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if not self._last or self._expected:
-            self._client.close()
-        self._client._lock.release()
-
-    def replies(self) -> Iterator[Frame]:
-        """Yield the headers of the replies; the caller takes metadata and payload of each."""
-        while not self._last:
-            header = bytearray(protocol.HEADER_BYTES)
-            self._fill(memoryview(header))
-            reply = protocol.unpack(header)
-            self._expected = reply.meta_bytes + reply.payload_bytes
-            self._last = not reply.flags & Flag.MORE
-            if reply.flags & Flag.ERROR:
-                raise protocol.error_from(protocol.Meta(self.meta(reply)).json())
-            if reply.request != self._frame.request:
-                self._last = False
-                raise errors.ProtocolError("an answer to another request came", "upgrade kvstore")
-            yield reply
-
-    def meta(self, reply: Frame) -> bytearray:
-        data = bytearray(reply.meta_bytes)
-        self.receive(memoryview(data))
-        return data
-
-    def receive(self, view: memoryview) -> None:
-        """Fill ``view`` with what comes next in this reply."""
-        if len(view) > self._expected:
-            raise errors.ProtocolError("a reply is shorter than it says", "upgrade kvstore")
-        self._fill(view)
-        self._expected -= len(view)
-
-    def _fill(self, view: memoryview) -> None:
-        while view:
-            got = self._guarded(self._sock.recv_into, view)
-            if not got:
-                raise errors.DaemonUnavailable(
-                    f"the daemon on {self._client.path} closed the connection",
-                    "see kvstore status and the daemon's log",
-                )
-            view = view[got:]
-
-    def _send(self) -> None:
-        parts, at = self._parts, 0
-        while at < len(parts):
-            sent = self._guarded(self._sock.sendmsg, parts[at : at + _SEND_BUFFERS])
-            while at < len(parts) and sent >= len(parts[at]):
-                sent -= len(parts[at])
-                at += 1
-            if sent:
-                parts[at] = parts[at][sent:]
-
-    def _guarded(self, call: Callable[[Any], int], argument: object) -> int:
-        """Make one socket call within the deadline, its errors translated."""
-        path, left = self._client.path, self._limit - time.monotonic()
-        try:
-            if left <= 0:
-                raise TimeoutError
-            self._sock.settimeout(left)
-            return call(argument)
-        except TimeoutError:
-            raise errors.DeadlineExceeded(
-                f"the daemon on {path} did not answer within {self._client.timeout:g} s",
-                "see kvstore status, or give it more time",
-            ) from None
-        except OSError as error:
-            raise errors.DaemonUnavailable(
-                f"the connection to the daemon on {path} broke ({error.strerror or error})",
-                "see kvstore status and the daemon's log",
-            ) from error
-
-
-def _ended(sock: socket.socket) -> bool:
-    """Tell whether an idle connection was closed by the daemon, for example by its restart."""
-    sock.settimeout(0)
-    try:
-        sock.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
+            return Exchange(self._channel, frame, [memoryview(frame.pack() + meta), *payload])
 
 
 def raise_for(key: bytes, status: int) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 import kvstore
 from kvstore import cli, errors
-from kvstore.cli.frame import EXIT_STATUS, Call, Help
+from kvstore.commands.frame import EXIT_STATUS, Call, Help
 from tests.command import COMMAND, Daemon, run_command
 
 HELP_SECONDS = 0.15

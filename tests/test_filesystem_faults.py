@@ -168,6 +168,15 @@ statuses(make_blocks([key_of(2)]))
     assert [call.paths[0] for call in calls if call.name == "fsync"].count(str(directory)) == 2
 
 
+def test_directories_of_an_earlier_process_count_as_unsynced(directory: Path) -> None:
+    trace(directory, "statuses(make_blocks([key_of(1)]), sync=False)")
+    _, calls = trace(directory, "statuses(make_blocks([key_of(1)], generations=2))")
+    (rename,) = (call for call in calls if call.name.startswith("rename"))
+    folder = rename.paths[2]
+    synced = [call.paths[0] for call in calls if call.name == "fsync" and call.begin > rename.end]
+    assert synced == [folder, os.path.dirname(folder), str(directory)]
+
+
 def test_a_put_that_is_not_synced_syncs_nothing(directory: Path) -> None:
     program = "statuses(make_blocks([key_of(i) for i in range(20)]), sync=False)"
     _, calls = trace(directory, program)

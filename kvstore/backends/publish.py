@@ -61,13 +61,15 @@ class Spool:
         return name.startswith(self._prefix)
 
     def write(self, name: str, image: memoryview) -> int:
-        """Return the descriptor of a new file that holds ``image``; raises OSError, leaves none."""
+        """Return the descriptor of a new file that holds ``image``.
+
+        Raises OSError, after which there may be a file to :meth:`discard`.
+        """
         descriptor = self._files.open(name, CREATE, self.folder)
         try:
             self._files.write(descriptor, image)
         except OSError:
             os.close(descriptor)
-            self.discard(name)
             raise
         return descriptor
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvstore.cli.frame import Call, Command, namespace_options, online
+from kvstore.commands.frame import Call, Command, namespace_options, online
 from kvstore.errors import InvalidKey, NotFound, UsageError
 
 if TYPE_CHECKING:

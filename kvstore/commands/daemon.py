@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvstore.cli.frame import Call, Command, become_owner, online, store_option
+from kvstore.commands.frame import Call, Command, become_owner, online, store_option
 from kvstore.errors import CorruptStore, UsageError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvstore.cli.frame import Call, Command, Group
+from kvstore.commands.frame import Call, Command, Group
 from kvstore.errors import UsageError
 
 if TYPE_CHECKING:
