@@ -616,6 +616,21 @@ def test_records_of_another_store_are_reported(engine: FilesystemEngine, three: 
     other.close()
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE])
+def test_a_scan_that_is_short_of_something_does_not_blame_the_records(
+    engine: FilesystemEngine, three: Blocks, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def failing(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("os.preadv", failing)
+    if number == errno.EIO:
+        assert [kind for kind, _ in findings(engine)] == ["unreadable"] * 3
+    else:
+        with pytest.raises(EngineError, match="the scan stopped"):
+            findings(engine)
+
+
 def test_findings_come_in_bounded_batches(engine: FilesystemEngine, three: Blocks) -> None:
     folder = file_of(engine, three.take(slice(0, 1))).parent
     for number in range(5000):
