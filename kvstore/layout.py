@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import stat
 import time
 import uuid
@@ -289,8 +290,8 @@ def write(path: Path, record: StoreRecord) -> None:
 # -- directories ----------------------------------------------------------------------------------
 
 
-def create_directories(path: Path) -> None:
-    """Make the directories of a new store, durably; STORE.json comes later.
+def create_directories(path: Path) -> list[Path]:
+    """Make the directories of a new store, durably, and return them; STORE.json comes later.
 
     ``path`` may be missing (its parent must exist), or empty but for lost+found. Raises
     StoreNotFound, StoreExists, PermissionDenied, ReadOnly, StoreFull, EngineError, and then leaves
@@ -305,8 +306,9 @@ def create_directories(path: Path) -> None:
         files.sync_directory(path)
         files.sync_directory(path.parent)
     except OSError as error:
-        _unmake(made)
+        unmake(path, made)
         raise files.translate(error, f"create a store at {path}") from error
+    return made
 
 
 def _make_root(path: Path, made: list[Path]) -> None:
@@ -335,12 +337,22 @@ def _check_empty(path: Path) -> None:
         )
 
 
-def _unmake(made: list[Path]) -> None:
-    for path in reversed(made):
-        try:
-            path.rmdir()
-        except OSError as error:
-            log.warning("cannot remove %s: %s", path, error)
+def unmake(path: Path, made: list[Path]) -> None:
+    """Take back a store at ``path`` whose creation failed: what :func:`create_directories` made.
+
+    What lies in the parts can only be ours; the root is removed if nothing else is in it.
+    """
+    try:
+        # First, so that what is left by a failure is no store.
+        if path / BLOCKS in made:
+            (path / STORE_FILE).unlink(missing_ok=True)
+        for part in reversed(made):
+            if part == path:
+                part.rmdir()
+            else:
+                shutil.rmtree(part)
+    except OSError as error:
+        log.warning("cannot take back the store at %s: %s", path, error)
 
 
 def warn_created(path: Path, record: StoreRecord) -> None:

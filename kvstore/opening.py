@@ -68,9 +68,18 @@ class Options:
 def create_store(path: Path, options: Options) -> StoreRecord:
     """Make a new store. Raises StoreExists, StoreNotFound (no parent), ConfigError, ...
 
-    STORE.json comes last: a directory without it is not a store, whatever a kill leaves behind.
+    STORE.json comes last: a directory without it is not a store, whatever a kill leaves behind. A
+    failure leaves nothing, so that the next attempt does not find a directory that is not ours.
     """
-    layout.create_directories(path)
+    made = layout.create_directories(path)
+    try:
+        return _fill_store(path, options)
+    except BaseException:
+        layout.unmake(path, made)
+        raise
+
+
+def _fill_store(path: Path, options: Options) -> StoreRecord:
     capacity = options.capacity
     if capacity is None:
         found = os.statvfs(path)
