@@ -46,8 +46,8 @@ _RETRY_SECONDS = 0.05
 class Client:
     """Talks to the daemon behind the Unix socket at ``path``; ``timeout`` is in seconds.
 
-    Raises DaemonUnavailable when nobody listens, DeadlineExceeded when no answer came in time, and
-    whatever the daemon answered.
+    Raises DaemonUnavailable when nobody listens, PermissionDenied when this user may not connect,
+    DeadlineExceeded when no answer came in time, and whatever the daemon answered.
     """
 
     def __init__(self, path: str, timeout: float = 30.0) -> None:

@@ -17,13 +17,12 @@ import numpy as np
 from kvstore import protocol, record
 from kvstore.answers import Ack, BlockStatus
 from kvstore.errors import (
-    InvalidKey,
     KVStoreError,
     ProtocolError,
     UnknownNamespace,
     UsageError,
 )
-from kvstore.keys import namespace_id
+from kvstore.keys import check_block_length, namespace_id
 from kvstore.protocol import Flag, Frame, Op
 from kvstore.put import PutRequest
 
@@ -148,9 +147,8 @@ class Connection:
                 f" {frame.payload_bytes}",
                 "check the client",
             )
-        if not lengths.all():
-            key = keys[int(lengths.argmin())].tobytes().hex()
-            raise InvalidKey(f"block {key} has 0 bytes", "a block has 1 byte or more")
+        shortest = int(lengths.argmin())
+        check_block_length(int(lengths[shortest]), keys[shortest].tobytes())
         return PutRequest(
             namespace,
             frame.shard,
@@ -226,7 +224,7 @@ class Connection:
         if namespace is None:
             if not request.get("create"):
                 raise UnknownNamespace(
-                    f"namespace {namespace_id(wanted).hex()} does not exist",
+                    f"namespace {_spoken(wanted)} does not exist",
                     "check its record, or put with --create-namespace",
                 )
             namespace = await self._server.in_worker(
@@ -328,6 +326,12 @@ class Connection:
             await ready
         finally:
             self._loop.remove_writer(self._sock)
+
+
+def _spoken(wanted: dict[str, object]) -> str:
+    """Return how a person knows a namespace: its name, if the record has one, and its id."""
+    identity, name = namespace_id(wanted).hex(), wanted.get("name")
+    return f"{name[:80]!r} ({identity})" if isinstance(name, str) else identity
 
 
 def _text(value: bytes) -> str:

@@ -237,16 +237,17 @@ class Core:
 
     # -- namespaces -------------------------------------------------------------------------------
 
-    def check_key_length(self, namespace: Namespace, length: int) -> None:
-        """Refuse keys of another length than the namespace's blocks have. Raises InvalidKey."""
+    def check_key_length(self, namespace: Namespace, key: bytes) -> None:
+        """Refuse a key of another length than the namespace's blocks have. Raises InvalidKey."""
         known = namespace.key_length
-        if known in (None, length):
+        if known in (None, len(key)):
             return
         if not self.holds_any(namespace):
             namespace.key_length = None
             return
         raise InvalidKey(
-            f"a key of {length} bytes in namespace {namespace.id.hex()}, whose keys have {known}",
+            f"key {key.hex()} has {len(key)} bytes, those of namespace {namespace.id.hex()} have "
+            f"{known}",
             "use another namespace, or empty this one first",
         )
 

@@ -38,7 +38,7 @@ class Channel:
         self._pid = 0
 
     def connect(self) -> socket.socket:
-        """Return the connection. Raises DaemonUnavailable."""
+        """Return the connection. Raises DaemonUnavailable, PermissionDenied."""
         if self._sock is not None and self._pid == os.getpid() and not _ended(self._sock):
             return self._sock
         self.close()
@@ -48,6 +48,11 @@ class Channel:
             sock.connect(self.path)
         except OSError as error:
             sock.close()
+            if isinstance(error, PermissionError):
+                raise errors.PermissionDenied(
+                    f"no permission to connect to {self.path}",
+                    "run as the daemon's user, or use --socket with another path",
+                ) from error
             reason = error.strerror or str(error)
             raise errors.DaemonUnavailable(
                 f"no daemon answers on {self.path} ({reason})",

@@ -121,9 +121,10 @@ def key_array(keys: Sequence[bytes]) -> KeyArray:
         )
     blob = b"".join(keys)
     if any(len(key) != length for key in keys):
-        other = next(len(key) for key in keys if len(key) != length)
+        other = next(key for key in keys if len(key) != length)
         raise InvalidKey(
-            f"keys of {length} and {other} bytes in one batch", "send keys of one length together"
+            f"key {other.hex()} of {len(other)} bytes in one batch with a key of {length} bytes",
+            "send keys of one length together",
         )
     return np.frombuffer(blob, np.uint8).reshape(len(keys), length)
 

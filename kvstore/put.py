@@ -318,7 +318,7 @@ def check(core: Core, request: PutRequest) -> None:
     if core.read_only:
         raise ReadOnly(f"the store at {core.path} takes no writes: {core.read_only}")
     key_length = request.keys.shape[1]
-    core.check_key_length(request.namespace, key_length)
+    core.check_key_length(request.namespace, request.keys[0].tobytes())
     if request.parent and len(request.parent) != key_length:
         raise InvalidKey(
             f"a parent of {len(request.parent)} bytes for keys of {key_length}",
