@@ -91,6 +91,20 @@ def test_decode_returns_what_encode_was_given() -> None:
         assert record.decode(encoded.ljust(HEADER_PAGE, b"\x5a")) == header
 
 
+def test_verdicts_keep_their_numbers() -> None:
+    assert [(verdict.name, verdict.value) for verdict in Verdict] == [
+        ("OK", 0), ("STALE", 1), ("DAMAGED", 2)
+    ]  # fmt: skip
+
+
+def test_the_smallest_block_is_a_block() -> None:
+    header = replace(HEADER, logical_length=1, stored_length=1)
+    header = replace(header, checksum=record.payload_checksum(b"x"))
+    image = image_of(header, b"x")
+    assert record.decode(image) == header
+    assert judge(image, length=1) == (Verdict.OK, header.checksum, "")
+
+
 def test_encode_into_fills_the_page_and_nothing_else() -> None:
     image = bytearray(b"\xee" * (HEADER_PAGE + 8))
     length = record.encode_into(HEADER, memoryview(image)[:HEADER_PAGE])
