@@ -74,7 +74,7 @@ __all__ = [
 ]
 
 _USUAL_KEY_BYTES = 36
-_FIRST_LOOK = 64
+_FIRST_LOOK = 512
 
 
 class HasState(Protocol):
