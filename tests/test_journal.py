@@ -1,15 +1,11 @@
-"""The journal: what an append leaves on disk, room ahead, failures, threads, and a kill."""
+"""The journal: what an append leaves on disk, room ahead, the next file, threads."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-import signal
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,32 +13,23 @@ import pytest
 
 from kvstore.errors import CorruptStore, EngineError, StoreExists, StoreFull
 from kvstore.events import (
-    NONE,
     RECORD_BYTES,
     Kind,
     Records,
     blank,
-    checksums,
-    intact,
-    seal,
-    touch_records,
-    touched_rows,
 )
-from kvstore.journal import FileHeader, FileKind, Journal, parse_name
+from kvstore.journal import Journal
 from tests.journal_samples import (
     BOOT_ID,
     EPOCH,
     UNIT,
     UUID,
-    checkpoint_rows,
     event,
     joined,
     load_here,
-    one_of_each,
     opening,
     touch,
     write_checkpoint,
-    write_journal,
 )
 from tests.mounts import mounted
 
@@ -80,105 +67,6 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, number: int = errno.ENOSPC) -> No
         raise fail_with(number)
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-
-
-# -- records --------------------------------------------------------------------------------------
-
-
-def test_golden_journal_and_checkpoint_are_written_again_byte_for_byte(tmp_path: Path) -> None:
-    written = [
-        write_journal(tmp_path, 1, one_of_each()),
-        write_checkpoint(tmp_path, 1, checkpoint_rows()),
-    ]
-    for path in written:
-        assert path.read_bytes() == (GOLDEN / path.name).read_bytes()
-    assert {*one_of_each()["kind"], *checkpoint_rows()["kind"]} == {*Kind} - {Kind.EMPTY}
-
-
-def test_golden_journal_and_checkpoint_say_what_was_written() -> None:
-    loaded = load_here(GOLDEN)
-    assert (loaded.torn, loaded.missing, loaded.reason) == (False, False, "")
-    assert loaded.clean
-    assert loaded.boot_id == BOOT_ID
-    written = joined(checkpoint_rows(), one_of_each())
-    # A CLOSE learns its offset when it is appended.
-    written["place"][written["kind"] == Kind.CLOSE] = loaded.end - RECORD_BYTES
-    assert loaded.events.tobytes() == seal(written).tobytes()
-
-
-def test_few_and_many_records_get_the_same_checksums() -> None:
-    noise = np.random.default_rng(1).bytes(5000 * RECORD_BYTES)
-    records = np.frombuffer(noise, PUT.dtype)
-    single = np.concatenate([checksums(records[number : number + 1]) for number in range(5000)])
-    assert (checksums(records) == single).all()
-    assert int(checksums(np.zeros(1, PUT.dtype))[0]) == _by_hand([0] * 15)
-    assert int(single[0]) == _by_hand(np.frombuffer(noise[:RECORD_BYTES], "<u8")[1:].tolist())
-
-
-def _by_hand(words: list[int]) -> int:
-    mixed = 0x9E3779B97F4A7C15
-    for word in words:
-        mixed = (mixed ^ word) * 0xD6E8FEB86659FD93 % 2**64
-        mixed ^= mixed >> 32
-    return mixed
-
-
-@pytest.mark.parametrize("count", [1, 40])
-def test_every_flipped_bit_of_a_record_is_noticed(count: int) -> None:
-    records = seal(times(PUT, count))
-    assert intact(records).all()
-    flat = records.view(np.uint8)
-    for position in range(RECORD_BYTES):
-        for bit in range(8):
-            flat[position] ^= 1 << bit
-            assert intact(records).tolist() == [False] + [True] * (count - 1)
-            flat[position] ^= 1 << bit
-
-
-def test_an_empty_record_is_not_intact() -> None:
-    for count in (1, 100):
-        assert not intact(np.zeros(count, PUT.dtype)).any()
-
-
-def test_blank_records_have_no_row_and_no_parent() -> None:
-    records = blank(2, Kind.SYNC)
-    assert records["kind"].tolist() == [Kind.SYNC] * 2
-    assert records["row"].tolist() == records["parent"].tolist() == [NONE] * 2
-
-
-def test_touches_give_every_row_its_stamp() -> None:
-    stamps = np.array([5, 6, 7, 20, *range(100, 145), 200], np.uint64)
-    rows = np.arange(1000, 1000 + len(stamps), dtype=np.uint32)
-    records = touch_records(rows, stamps)
-    assert records["length"].tolist() == [3, 1, 20, 20, 5, 1]
-    assert records["last_use"].tolist() == [5, 20, 100, 120, 140, 200]
-    found = {
-        int(row): int(first) + number
-        for first, length, all_rows in zip(
-            records["last_use"], records["length"], touched_rows(records), strict=True
-        )
-        for number, row in enumerate(all_rows[:length])
-    }
-    assert found == dict(zip(rows.tolist(), stamps.tolist(), strict=True))
-    assert len(touch_records(rows[:0], stamps[:0])) == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("journal.0000000000000001", (FileKind.JOURNAL, 1)),
-        ("checkpoint.00000000000000ff", (FileKind.CHECKPOINT, 255)),
-        ("journal.00000000000000FF", None),
-        ("journal.1", None),
-        ("journal.0000000000000001.new", None),
-        ("xjournal.0000000000000001", None),
-        ("journal.+000000000000001", None),
-        ("journal.ffffffffffffffff", None),
-        ("", None),
-    ],
-)
-def test_names_of_files(name: str, expected: tuple[FileKind, int] | None) -> None:
-    assert parse_name(name) == expected
 
 
 # -- appending ------------------------------------------------------------------------------------
@@ -371,65 +259,6 @@ def test_freeing_works_on_a_filesystem_that_is_really_full(tmp_path: Path) -> No
         journal.close()
 
 
-# -- failures -------------------------------------------------------------------------------------
-
-
-def test_after_a_failed_sync_nothing_is_ever_accepted_again(
-    journal: Journal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = []
-
-    def broken(descriptor: int) -> None:
-        calls.append(descriptor)
-        if len(calls) == 1:
-            raise fail_with(errno.EIO)
-
-    monkeypatch.setattr(os, "fdatasync", broken)
-    journal.append(PUT)
-    with pytest.raises(EngineError, match="sync"):
-        journal.sync()
-    assert "Input/output error" in journal.failed
-    # The kernel would say success now. It must not be asked.
-    for again in (journal.sync, lambda: journal.append(FREE), journal.rotate):
-        with pytest.raises(EngineError, match="takes no more records"):
-            again()
-    assert len(calls) == 1
-
-
-@pytest.mark.parametrize("written", [None, 0, RECORD_BYTES, 2 * RECORD_BYTES - 1])
-def test_a_failed_or_short_write_fails_the_journal(
-    written: int | None, journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    journal.append(PUT)
-    end, write = journal.end, os.pwrite
-
-    def broken(descriptor: int, data: memoryview, offset: int) -> int:
-        if written is None:
-            raise fail_with(errno.EIO)
-        return write(descriptor, data[:written], offset)
-
-    monkeypatch.setattr(os, "pwrite", broken)
-    with pytest.raises(EngineError, match="append"):
-        journal.append(times(FREE, 2))
-    monkeypatch.undo()
-    assert journal.end == end
-    with pytest.raises(EngineError, match="takes no more records"):
-        journal.append(FREE)
-    kinds = load_here(tmp_path).events["kind"].tolist()
-    assert kinds[0] == Kind.PUT
-    assert set(kinds[1:]) <= {Kind.FREE}
-
-
-def test_a_closed_journal_accepts_nothing(journal: Journal) -> None:
-    journal.close()
-    journal.close()
-    with pytest.raises(EngineError, match="closed"):
-        journal.append(PUT)
-    with pytest.raises(EngineError, match="closed"):
-        journal.sync()
-    assert journal.failed == ""
-
-
 # -- rotating -------------------------------------------------------------------------------------
 
 
@@ -559,55 +388,3 @@ def test_what_came_during_a_sync_is_not_called_synced(
     journal.sync()
     journal.sync()
     assert len(calls) == 2
-
-
-# -- a kill ---------------------------------------------------------------------------------------
-
-
-def test_a_kill_leaves_a_prefix_of_what_was_appended(tmp_path: Path) -> None:
-    script = f"""
-import sys
-from pathlib import Path
-sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
-from tests.journal_samples import EPOCH, UNIT, UUID, event
-from kvstore.events import Kind
-from kvstore.journal import Journal
-import numpy as np
-journal = Journal.create(Path(sys.argv[1]), 1, UUID, EPOCH, UNIT)
-for count in range(1, 1_000_000):
-    records = np.repeat(event(Kind.FREE, 1), 50)
-    records["generation"] = np.arange(50) + journal.end
-    print(journal.append(records), flush=True)
-"""
-    for attempt in range(4):
-        directory = tmp_path / str(attempt)
-        directory.mkdir()
-        child = subprocess.Popen(
-            [sys.executable, "-c", script, str(directory)], stdout=subprocess.PIPE
-        )
-        assert child.stdout is not None
-        child.stdout.readline()
-        time.sleep(0.01 * attempt)
-        child.send_signal(signal.SIGKILL)
-        acknowledged = [int(line) for line in child.stdout.read().split()]
-        child.wait()
-        child.stdout.close()
-        loaded = load_here(directory)
-        assert not loaded.torn
-        assert loaded.end >= max(acknowledged, default=0)
-        generations = loaded.events["generation"].tolist()
-        assert generations == sorted(generations)
-        assert loaded.end == RECORD_BYTES * (1 + len(generations))
-
-
-def test_a_file_header_survives_its_round_trip() -> None:
-    header = FileHeader(FileKind.CHECKPOINT, UUID, 2**64 - 1, 5, 6, 2**64 - 1)
-    assert FileHeader.decode(header.encode()) == header
-    data = bytearray(header.encode())
-    for position in range(len(data)):
-        data[position] ^= 0x10
-        with pytest.raises(CorruptStore):
-            FileHeader.decode(bytes(data))
-        data[position] ^= 0x10
-    with pytest.raises(CorruptStore, match="cut off"):
-        FileHeader.decode(header.encode()[:-1])
