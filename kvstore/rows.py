@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +51,8 @@ class Spaces:
 class RowView:
     """Columns as read-only arrays over all row ids, lists of rows, and their keys.
 
-    The arrays are views: read them again after an insert, which may move the memory.
+    The arrays are views of what is there now: read them again after an insert, which adds ids and
+    may move the memory. Position 0 can always be read, even while no row has been given out.
     """
 
     def __init__(self, columns: Columns) -> None:
@@ -60,50 +61,56 @@ class RowView:
 
     # -- columns ----------------------------------------------------------------------------------
 
+    def _seen(self, array: Array) -> Array:
+        """Return a view of the ids given out (of one at least) through which nothing changes."""
+        view = array[: max(self._columns.used, 1)]
+        view.flags.writeable = False
+        return cast("Array", view)
+
     @property
     def flags(self) -> U8:
-        return _seen(self._columns.flags)
+        return self._seen(self._columns.flags)
 
     @property
     def sizes(self) -> U32:
         """Payload bytes as stored."""
-        return _seen(self._columns.sizes)
+        return self._seen(self._columns.sizes)
 
     @property
     def places(self) -> U64:
-        return _seen(self._columns.places)
+        return self._seen(self._columns.places)
 
     @property
     def generations(self) -> U64:
-        return _seen(self._columns.generations)
+        return self._seen(self._columns.generations)
 
     @property
     def last_use(self) -> U64:
         """Stamps: microseconds, made unique, a later use always higher."""
-        return _seen(self._columns.last_use)
+        return self._seen(self._columns.last_use)
 
     @property
     def parents(self) -> U32:
-        return _seen(self._columns.parents)
+        return self._seen(self._columns.parents)
 
     @property
     def children(self) -> U32:
         """How many rows, ghosts included, have this one as their parent."""
-        return _seen(self._columns.children)
+        return self._seen(self._columns.children)
 
     @property
     def depths(self) -> U16:
         """Links to the first ancestor; see :mod:`kvstore.chains` for when it may be less."""
-        return _seen(self._columns.depths)
+        return self._seen(self._columns.depths)
 
     @property
     def references(self) -> U16:
-        return _seen(self._columns.references)
+        return self._seen(self._columns.references)
 
     @property
     def policy(self) -> U8:
         """One byte per row that belongs to the eviction policy; may be written."""
-        return self._columns.policy
+        return self._columns.policy[: self._columns.used]
 
     @property
     def row_limit(self) -> int:
@@ -156,10 +163,3 @@ class RowView:
             ghost=ghost,
             unsynced=(flags & UNSYNCED) != 0,
         )
-
-
-def _seen(array: Array) -> Array:
-    """Return a view through which nothing can be changed."""
-    view = array.view()
-    view.flags.writeable = False
-    return view

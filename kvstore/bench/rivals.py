@@ -149,6 +149,7 @@ class OurIndex(Structure["KeyArray"]):
         self.index.free(self.index.remove(self.choose(count)))
 
     def bytes_per_block(self) -> float:
+        self.choose(1)  # Now the policy remembers what it ever will.
         return self.index.index_bytes_per_block
 
 
