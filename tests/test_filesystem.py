@@ -379,6 +379,37 @@ def test_one_image_that_is_not_aligned_changes_nothing_else(engine: FilesystemEn
     assert engine.stats().io == "direct"
 
 
+@pytest.mark.parametrize("function", ["preadv", "pwritev"])
+@pytest.mark.parametrize("first", [4096, 100])
+def test_what_moves_in_pieces_arrives(
+    engine: FilesystemEngine, monkeypatch: pytest.MonkeyPatch, function: str, first: int
+) -> None:
+    real: Callable[[int, list[memoryview], int], int] = getattr(os, function)
+    calls = []
+
+    def short(descriptor: int, images: list[memoryview], offset: int) -> int:
+        calls.append(offset)
+        if offset:
+            return real(descriptor, images, offset)
+        return min(first, real(descriptor, [images[0][:4096]], 0))
+
+    blocks = make_blocks([key_of(1)], 100_000)
+    if function == "pwritev":
+        monkeypatch.setattr(os, function, short)
+        put(engine, blocks)
+        # What is left after 100 bytes can only be moved buffered.
+        assert calls == ([0, 4096] if first == 4096 else [0, 100, 100])
+        assert_stored(engine, blocks)
+    else:
+        put(engine, blocks)
+        monkeypatch.setattr(os, function, short)
+        read = engine.get_many_into(blocks, blank_images(blocks))
+        # A device that gives up in the middle of its own blocks is left alone.
+        assert read.filled.tolist() == [image_bytes(100_000) if first == 4096 else 100]
+        assert read.statuses.tolist() == [Status.OK if first == 4096 else Status.DAMAGED]
+    assert engine.stats().io == "direct"
+
+
 # Damage
 
 

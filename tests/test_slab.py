@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore import slab as slab_module
 from kvstore.errors import Busy, ConfigError, UsageError
 from kvstore.slab import HUGE_PAGE, PAGE, Extent, Slab
 
@@ -53,6 +54,19 @@ def test_the_slab_works_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> N
     (extent,) = Slab(1 << 20).allocate([1 << 20])
     extent.view[-1] = 7
     assert address(extent.view) % PAGE == 0
+
+
+def test_a_mapping_that_does_not_begin_at_a_huge_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = slab_module._map
+
+    def crooked(capacity: int) -> memoryview:
+        return memoryview(real(capacity + HUGE_PAGE))[3 * PAGE :]
+
+    monkeypatch.setattr("kvstore.slab._map", crooked)
+    slab = Slab(4 << 20)
+    (extent,) = slab.allocate([4 << 20])
+    assert address(extent.view) % HUGE_PAGE == 0
+    extent.view[-1] = 1
 
 
 def test_all_or_nothing() -> None:
