@@ -384,6 +384,7 @@ def test_one_image_that_is_not_aligned_changes_nothing_else(engine: FilesystemEn
 def test_what_moves_in_pieces_arrives(
     engine: FilesystemEngine, monkeypatch: pytest.MonkeyPatch, function: str, first: int
 ) -> None:
+    need_real_direct_io(engine.context.directory)
     real: Callable[[int, list[memoryview], int], int] = getattr(os, function)
     calls = []
 
