@@ -14,7 +14,6 @@ import gc
 import os
 import platform
 import statistics
-import sys
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -395,7 +394,7 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     return [head, *render.table(HEAD, table(result)), *bars]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the bench by itself: ``python -m kvstore.bench.index [--blocks N] [--json]``."""
     parser = argparse.ArgumentParser(prog="python -m kvstore.bench.index", description=run.__doc__)
     parser.add_argument("--blocks", type=int, default=1_000_000)
@@ -405,8 +404,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     result = run(options.blocks, options.trials, options.seed)
     render.Output(json=options.json).result(result, lines(result))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
