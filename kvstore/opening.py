@@ -229,13 +229,14 @@ class Opening:
             found = os.statvfs(self.path)
             floor = default_floor(found.f_blocks * found.f_frsize)
         capabilities = engine.capabilities
+        policy = eviction.make("lru")
         return Core(
             path=self.path,
             record=record,
             engine=engine,
-            index=Index(epoch=time.time()),
+            index=Index(epoch=time.time(), policy=policy),
             journal=self._journal(record, loaded),
-            policy=eviction.make("lru"),
+            policy=policy,
             space=Space(
                 record.capacity_bytes,
                 capabilities.space_factor,
