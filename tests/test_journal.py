@@ -210,6 +210,8 @@ def test_on_a_full_disk_half_of_the_reserve_is_for_freeing(
         journal.append(touch([1], 1))
     frees = append_until_refused(journal, FREE, EngineError)
     assert frees >= UNIT // 2 // RECORD_BYTES - 1
+    # All but the empty record that marks the end.
+    assert journal.size - journal.end == RECORD_BYTES
     assert "extend" in journal.failed
     assert os.fstat(journal._descriptor).st_size == journal.size == size
     loaded = load_here(tmp_path)
@@ -265,7 +267,7 @@ def test_freeing_works_on_a_filesystem_that_is_really_full(tmp_path: Path) -> No
 def test_rotating_goes_on_in_the_next_file_with_the_opening(
     journal: Journal, tmp_path: Path
 ) -> None:
-    journal.append(opening())
+    journal.append(joined(opening(bytes(16)), opening()))
     journal.append(PUT)
     first_end = journal.end
     journal.rotate()
@@ -274,7 +276,7 @@ def test_rotating_goes_on_in_the_next_file_with_the_opening(
     journal.append(joined(FREE, event(Kind.CLOSE)))
     loaded = load_here(tmp_path)
     assert loaded.events["kind"].tolist() == [
-        Kind.OPEN, Kind.PUT, Kind.OPEN, Kind.FREE, Kind.CLOSE
+        Kind.OPEN, Kind.OPEN, Kind.PUT, Kind.OPEN, Kind.FREE, Kind.CLOSE
     ]  # fmt: skip
     assert (loaded.sequence, loaded.end, loaded.clean) == (2, journal.end, True)
     assert loaded.earlier_journal_bytes == first_end
@@ -319,6 +321,32 @@ def test_a_rotation_whose_sync_fails_leaves_no_new_file(
         journal.rotate()
     assert journal.failed
     assert [path.name for path in tmp_path.iterdir()] == ["journal.0000000000000001"]
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_descriptors_are_given_back(tmp_path: Path) -> None:
+    before = open_descriptors()
+    journal = Journal.create(tmp_path, 1, UUID, EPOCH, UNIT)
+    assert open_descriptors() == before + 1
+    journal.rotate()
+    assert open_descriptors() == before + 1
+    with pytest.raises(StoreExists):
+        Journal.create(tmp_path, 2, UUID, EPOCH, UNIT)
+    with pytest.raises(CorruptStore):
+        Journal.resume(tmp_path, 2, bytes(16), EPOCH, RECORD_BYTES)
+    with pytest.MonkeyPatch.context() as patch:
+        full_disk(patch)
+        with pytest.raises(StoreFull):
+            journal.rotate()
+    journal.close()
+    assert open_descriptors() == before
+    assert journal.physical_bytes == 0
+    with pytest.raises(EngineError, match="closed"):
+        journal.rotate()
+    assert open_descriptors() == before
 
 
 # -- threads --------------------------------------------------------------------------------------
