@@ -99,6 +99,7 @@ class Slab:
         for extent in extents:
             self._give(extent.offset, extent.length)
 
+    # A walk over the holes is quick: filling the lowest first keeps them few.
     def _take(self, length: int) -> int | None:
         for at, free in enumerate(self._lengths):
             if free >= length:

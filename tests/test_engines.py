@@ -14,6 +14,7 @@ from kvstore.backends.filesystem import FilesystemEngine
 from kvstore.backends.memory import MemoryEngine
 from kvstore.errors import ConfigError, EngineError
 from kvstore.testing import EngineTests, Fault, FaultyEngine
+from kvstore.testing.machine import run_machine
 from kvstore.testing.records import (
     STORE,
     assert_absent,
@@ -206,3 +207,17 @@ def test_the_suite_fails_for_a_broken_engine(broken: type[MemoryEngine], tmp_pat
     engine.open()
     with pytest.raises(AssertionError):
         EngineTests().test_generations_of_a_key_coexist(engine)
+
+
+@pytest.mark.parametrize("broken", [Forgetful, Careless])
+def test_the_machine_fails_for_a_broken_engine(
+    broken: type[MemoryEngine], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    def make() -> Engine:
+        engine = broken(EngineContext(tmp_path_factory.mktemp("broken"), STORE))
+        engine.create()
+        engine.open()
+        return engine
+
+    with pytest.raises((AssertionError, ExceptionGroup)):
+        run_machine(make, examples=50)
