@@ -241,11 +241,12 @@ class Chains:
 
     # -- looking ----------------------------------------------------------------------------------
 
-    def ancestors(self, row: int) -> U32:
-        """Return the ancestors of ``row``, parent first."""
-        parents, found = _scalars(self._columns.parents), []
+    def ancestors(self, row: int, limit: int) -> U32:
+        """Return up to ``limit`` ancestors of ``row``, parent first."""
+        parents = _scalars(self._columns.parents)
+        found: list[int] = []
         at = parents[row]
-        while at != NONE:
+        while at != NONE and len(found) < limit:
             found.append(at)
             at = parents[at]
         return np.array(found, np.uint32)

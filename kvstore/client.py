@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     Data = bytes | bytearray | memoryview
 
 MAX_FRAME_BYTES = 32 << 20
-"""Payload bytes that one put frame carries; a larger batch is sent as several, in order."""
+"""What the blocks of one put may take in the daemon's memory; larger batches become several."""
+_PAGE = 4096
 _RETRY_SECONDS = 0.05
 
 
@@ -365,11 +366,13 @@ def _parts(lengths: Sequence[int]) -> Iterator[slice]:
     """Cut a batch into runs that fit a frame each; one block always fits."""
     start = total = 0
     for number, length in enumerate(lengths):
-        full = total + length > MAX_FRAME_BYTES or number - start >= protocol.MAX_KEYS
+        # What a block takes in the daemon's memory: whole pages, and one for its header.
+        size = length + 2 * _PAGE
+        full = total + size > MAX_FRAME_BYTES or number - start >= protocol.MAX_KEYS
         if number > start and full:
             yield slice(start, number)
             start, total = number, 0
-        total += length
+        total += size
     if lengths:
         yield slice(start, len(lengths))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 GET_BUDGET = 32 << 20
 """Image bytes that one reply frame of a get may take in the slab."""
+SLICE_KEYS = 4096
+"""Keys that are looked up at a time, so that nobody waits for a long question of another."""
 LIST_LIMIT = 4096
 _SCRATCH = 256 << 10
 _SEND_BUFFERS = 256
@@ -65,7 +67,8 @@ class Connection:
                 self.idle = True
         except ProtocolError as error:
             log.warning("closing a client's connection: %s", error)
-            await self._fail(Frame(Op.ADMIN), error)
+            with suppress(OSError, TimeoutError):
+                await self._fail(Frame(Op.ADMIN), error)
         except (ConnectionError, TimeoutError, EOFError) as error:
             log.debug("client gone: %r", error)
         finally:
@@ -126,6 +129,11 @@ class Connection:
     ) -> None:
         request = self._put_request(namespace, frame, fields)
         sizes = record.image_bytes_of(request.lengths).tolist()
+        if len(sizes) > 1 and sum(sizes) > store.core.slab.capacity // 2:
+            raise UsageError(
+                f"{len(sizes)} blocks take {sum(sizes)} bytes of memory at once",
+                f"send batches of at most {store.core.slab.capacity // 2}, 8 KiB for a small block",
+            )
         extents = await self._server.extents(store, sizes, frame.deadline_ms)
         try:
             await self._receive_payload(request.lengths.tolist(), extents)
@@ -168,7 +176,12 @@ class Connection:
         start = 0
         while start < len(keys):
             job = await self._server.get(
-                store, namespace, frame.shard, keys[start:], GET_BUDGET, frame.deadline_ms
+                store,
+                namespace,
+                frame.shard,
+                keys[start : start + SLICE_KEYS],
+                GET_BUDGET,
+                frame.deadline_ms,
             )
             try:
                 start += job.count
@@ -184,11 +197,18 @@ class Connection:
     async def _contains(
         self, store: Store, namespace: Namespace, frame: Frame, keys: np.ndarray
     ) -> None:
+        masks = []
+        for start in range(0, len(keys), SLICE_KEYS):
+            masks.append(store.contains(namespace, frame.shard, keys[start : start + SLICE_KEYS]))
+            if frame.flags & Flag.PREFIX and not masks[-1].all():
+                break
+            # Let others have the event loop between two slices of a long question.
+            await asyncio.sleep(0)
+        mask = np.concatenate([np.zeros(0, np.bool_), *masks])
         if frame.flags & Flag.PREFIX:
-            length = store.prefix(namespace, frame.shard, keys)
+            length = len(mask) if mask.all() else int(mask.argmin())
             await self._reply(frame, length.to_bytes(4, "little"), count=frame.count)
         else:
-            mask = store.contains(namespace, frame.shard, keys)
             await self._reply(frame, mask.astype(np.uint8).tobytes(), count=frame.count)
 
     async def _delete(
@@ -236,8 +256,10 @@ class Connection:
 
     def _list(self, store: Store, request: dict[str, Any]) -> dict[str, object]:
         handle, start = request.get("handle"), request.get("start", 0)
-        namespace = None if handle is None else self._namespace(store, int(handle))
-        blocks, following = store.list_rows(namespace, int(start), LIST_LIMIT)
+        if not isinstance(start, int) or not isinstance(handle, (int, type(None))):
+            raise UsageError("a list is asked for by numbers", "send integers, or no handle")
+        namespace = None if handle is None else self._namespace(store, handle)
+        blocks, following = store.list_rows(namespace, max(start, 0), LIST_LIMIT)
         return {"blocks": blocks, "next": following}
 
     # -- bytes ------------------------------------------------------------------------------------
@@ -265,22 +287,21 @@ class Connection:
             view = view[got:]
 
     async def _receive_payload(self, lengths: Sequence[int], extents: Sequence[Extent]) -> None:
-        for length, extent in zip(lengths, extents, strict=True):
-            async with self._patience():
-                start = record.HEADER_PAGE
+        start = record.HEADER_PAGE
+        async with self._patience():
+            for length, extent in zip(lengths, extents, strict=True):
                 await self._receive(extent.view[start : start + length])
-            self._unread -= length
+                self._unread -= length
 
     async def _skip_payload(self) -> None:
         scratch = memoryview(bytearray(min(_SCRATCH, self._unread)))
-        while self._unread:
-            async with self._patience():
-                got = await self._loop.sock_recv_into(
-                    self._sock, scratch[: min(len(scratch), self._unread)]
-                )
-            if not got:
-                raise EOFError("the client went in the middle of a frame")
-            self._unread -= got
+        async with self._patience():
+            while self._unread:
+                part = scratch[: min(len(scratch), self._unread)]
+                got = await self._loop.sock_recv_into(self._sock, part)
+                if not got:
+                    raise EOFError("the client went in the middle of a frame")
+                self._unread -= got
 
     async def _fail(self, frame: Frame, error: KVStoreError) -> None:
         await self._reply(frame, protocol.error_meta(error), flags=Flag.ERROR)
@@ -301,7 +322,8 @@ class Connection:
             meta_bytes=len(meta),
             payload_bytes=sum(map(len, payloads)),
         )
-        await self._send([memoryview(header.pack() + meta), *payloads])
+        async with self._patience():
+            await self._send([memoryview(header.pack() + meta), *payloads])
 
     async def _send(self, views: list[memoryview]) -> None:
         at = 0
@@ -309,8 +331,7 @@ class Connection:
             try:
                 sent = self._sock.sendmsg(views[at : at + _SEND_BUFFERS])
             except BlockingIOError:
-                async with self._patience():
-                    await self._writable()
+                await self._writable()
                 continue
             while at < len(views) and sent >= len(views[at]):
                 sent -= len(views[at])

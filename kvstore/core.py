@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,23 +20,26 @@ from kvstore.metrics import Counters
 from kvstore.space import Space, Usage
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
-    from kvstore.backends.base import U32, U64, Engine
+    from kvstore.backends.base import U32, U64, Engine, Stats
     from kvstore.check import Quarantine
+    from kvstore.events import Records
     from kvstore.eviction import Policy
     from kvstore.job import Job
     from kvstore.journal import Journal
     from kvstore.layout import StoreRecord
     from kvstore.namespaces import Namespace, Namespaces
     from kvstore.put import Put
+    from kvstore.reconcile import Reconcile
     from kvstore.removal import Removal
     from kvstore.slab import Slab
 
 log = logging.getLogger(__name__)
 
 MAX_ANCESTORS = 4096
-"""Ancestors that one use touches at most: a bound on the owner thread's time, about 1 ms."""
+"""Ancestors that one use touches at most: a bound on the owner thread's time."""
 
 
 class Clock:
@@ -50,6 +53,17 @@ class Clock:
 
     def nanos(self) -> int:
         return time.time_ns()
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the engine says of itself; bytes that the filesystem has left for us, that the store
+    takes besides records, and that records took at that moment."""
+
+    stats: Stats
+    free: int
+    overhead: int
+    records: int = 0
 
 
 @dataclass(slots=True)
@@ -67,7 +81,8 @@ class Core:
     ``coming`` and ``going`` are bytes of records being written and being deleted. ``writing`` tells
     which put writes a row. ``chores`` are jobs that somebody must run soon: the daemon hands them
     to its workers, an offline command runs them in place. ``read_only`` is the reason why no writes
-    are taken, empty if they are.
+    are taken, empty if they are. ``leftovers`` are versions that a kill left behind and nobody has
+    deleted yet; ``stuck`` are removals whose bytes could not be deleted. Both are tried again.
     """
 
     path: Path
@@ -92,18 +107,30 @@ class Core:
     """Bytes of earlier journal files that the next checkpoint will replace."""
     doubt: int = 0
     """Flags of rows whose records a power loss may have torn."""
-    given_up: list[U64] | None = None
-    """Generations removed while a scan runs, which must not be adopted from it; else None."""
+    scan: Reconcile | None = None
+    """The comparison of index and engine that is under way."""
+    scan_due: bool = False
+    """Index and engine have not been compared to the end although they should be."""
+    leftovers: Records | None = None
+    rotated: bool = False
+    """The journal goes on in a new file whose checkpoint has not been written yet."""
+    checkpoint_due: bool = False
+    """Write one whatever the size of the journal: what is there is not complete."""
+    retry: Callable[[], None] | None = None
+    """Queues another attempt at what keeps the store read-only, while there is hope."""
+    trim_due: bool = False
+    """The high watermark was reached: make room down to the low one."""
+    stuck: list[Removal] = field(default_factory=list)
+    key_lengths: dict[int, int] = field(default_factory=dict)
+    """Length of the keys by number of the namespace: what its rows have, or its first put gave."""
     writing: dict[int, Put] = field(default_factory=dict)
     chores: deque[Job] = field(default_factory=deque)
     active: set[Job] = field(default_factory=set)
     touched: list[U32] = field(default_factory=list)
     _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
-    _generation: int = 0
-    _overhead: tuple[float, int] = (0.0, 0)
-
-    def __post_init__(self) -> None:
-        self._generation = self.record.opens << 32
+    generation: int = 0
+    """The highest given to any version so far."""
+    _measured: Measured | None = None
 
     @property
     def uuid(self) -> bytes:
@@ -128,12 +155,7 @@ class Core:
             job.finish()
         finally:
             self.active.discard(job)
-            self._note_journal()
             job.mark_done()
-
-    def _note_journal(self) -> None:
-        if self.journal.failed and not self.read_only:
-            self.stop_writes(f"the journal failed: {self.journal.failed}")
 
     def stop_writes(self, reason: str) -> None:
         """Take no more writes until the store is opened again; reads go on."""
@@ -144,14 +166,14 @@ class Core:
 
     def new_generations(self, count: int) -> U64:
         """Return ``count`` numbers that no version of any block of this store ever had."""
-        first = self._generation + 1
-        self._generation += count
+        first = self.generation + 1
+        self.generation += count
         return np.arange(first, first + count, dtype=np.uint64)
 
     def covered_generation(self) -> int:
         """Return the generation up to which every version has been written or given up."""
         if not self.writing:
-            return self._generation
+            return self.generation
         rows = np.fromiter(self.writing, np.uint32, len(self.writing))
         return int(self.index.generations[rows].min()) - 1
 
@@ -176,10 +198,11 @@ class Core:
         the ancestors of the first row count as used too, or chains would grow old from the root.
         """
         if len(rows):
-            before = self.index.ancestors(int(rows[0]))[:MAX_ANCESTORS]
+            before = self.index.ancestors(int(rows[0]), MAX_ANCESTORS)
             line = np.concatenate([before[::-1], rows])
             self.index.touch(line, self.clock.micros())
-            self.touched.append(line)
+            if not self.read_only:
+                self.touched.append(line)
 
     def release(self, rows: U32, generations: U64) -> None:
         """Give references back, to the row or to the version that has left it since."""
@@ -210,40 +233,60 @@ class Core:
     # -- space ------------------------------------------------------------------------------------
 
     def usage(self) -> Usage:
-        """Return what is on the disk now; overhead is measured at most once a second."""
+        """Return what is on the disk now, as far as it was measured and counted since."""
+        measured = self._figures()
+        written = self.index.live_bytes + self.coming + self.going - measured.records
         usage = Usage(
             live=self.index.live_bytes,
             coming=self.coming,
             going=self.going,
-            overhead=self.overhead(),
-            free=free_bytes(self.path),
+            overhead=measured.overhead,
+            free=measured.free - max(0, written),
         )
         self.space.observe(usage)
         return usage
 
-    def overhead(self) -> int:
-        """Return the bytes of everything but records: journal, checkpoint, directories, ..."""
-        now = time.monotonic()
-        measured, value = self._overhead
-        if now - measured > 1.0 or not value:
-            value = (
-                self.engine.stats().overhead_bytes
-                + self.journal.physical_bytes
-                + self.checkpoint_bytes
-                + self.quarantine.bytes
-            )
-            self._overhead = now, value
-        return value
+    @property
+    def stats(self) -> Stats:
+        return self._figures().stats
+
+    def _figures(self) -> Measured:
+        if self._measured is None:
+            self.take(self.measure())
+        assert self._measured is not None
+        return self._measured
+
+    def measure(self) -> Measured:
+        """Ask engine and filesystem for figures that cost system calls (*worker*)."""
+        stats = self.engine.stats()
+        return Measured(
+            stats=stats,
+            free=free_bytes(self.path),
+            overhead=stats.overhead_bytes
+            + self.journal.physical_bytes
+            + self.journal_bytes_before
+            + self.checkpoint_bytes
+            + self.quarantine.bytes,
+        )
+
+    def take(self, measured: Measured) -> None:
+        """Take over what :meth:`measure` found."""
+        records = self.index.live_bytes + self.coming + self.going
+        self._measured = replace(measured, records=records)
+
+    def note_full(self) -> None:
+        """Note that the disk had no room: until it is measured again, blocks are only recycled."""
+        self._measured = replace(self._figures(), free=0)
 
     # -- namespaces -------------------------------------------------------------------------------
 
     def check_key_length(self, namespace: Namespace, key: bytes) -> None:
         """Refuse a key of another length than the namespace's blocks have. Raises InvalidKey."""
-        known = namespace.key_length
-        if known in (None, len(key)):
+        known = self.key_lengths.setdefault(namespace.number, len(key))
+        if known == len(key):
             return
         if not self.holds_any(namespace):
-            namespace.key_length = None
+            self.key_lengths[namespace.number] = len(key)
             return
         raise InvalidKey(
             f"key {key.hex()} has {len(key)} bytes, those of namespace {namespace.id.hex()} have "

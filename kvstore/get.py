@@ -15,6 +15,7 @@ import numpy as np
 from kvstore import record
 from kvstore.answers import BlockStatus
 from kvstore.backends.base import U8, U32, U64, Blocks, Status
+from kvstore.index import DISK, UNSYNCED
 from kvstore.job import Job
 from kvstore.keys import KeyArray, space_number
 from kvstore.record import Verdict
@@ -98,6 +99,8 @@ class Get(Job):
         core = self._core
         good = (self._reads == Status.OK) & (self._verdicts == Verdict.OK)
         core.touch(self._rows[good])
+        if core.doubt:
+            core.index.clear_flags(self._rows[good & self._still_there()], UNSYNCED)
         core.release(self._rows, self._blocks.generations)
         self.statuses: U8 = np.full(self.count, BlockStatus.MISS, np.uint8)
         self.lengths: U32 = np.zeros(self.count, np.uint32)
@@ -110,6 +113,13 @@ class Get(Job):
         core.counters.misses += self.count - len(kept)
         core.counters.read_bytes += int(self._sizes[good].sum())
         self._discard(~good)
+
+    def _still_there(self) -> np.ndarray:
+        """Tell which rows still hold the version that was read."""
+        index = self._core.index
+        same: np.ndarray = index.generations[self._rows] == self._blocks.generations
+        same &= (index.flags[self._rows] & DISK) != 0
+        return same
 
     def _discard(self, bad: np.ndarray) -> None:
         """Drop what is not there or not whole; a failed read drops nothing."""

@@ -31,7 +31,7 @@ from kvstore.removal import choose_victims, evict
 from kvstore.slab import Slab
 from kvstore.space import Space, check_capacity, default_floor, quarantine_limit
 from kvstore.store import Store
-from kvstore.upkeep import Step
+from kvstore.upkeep import DeleteLeftovers, Step
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -153,7 +153,10 @@ class Opening:
         lock.acquire(exclusive=True)
         self._lock = lock
         # Only now is STORE.json ours alone.
-        self._record = layout.read(self.path)
+        record = layout.read(self.path)
+        self._record = replace(
+            record, capacity_bytes=self.options.capacity or record.capacity_bytes
+        )
 
     def unlock(self) -> None:
         if self._lock is not None:
@@ -180,41 +183,68 @@ class Opening:
         """Return the open store, or None after :meth:`cancel`."""
         assert self._record is not None
         assert self._lock is not None
-        self.phase = "raising the generation"
-        record, trouble = self._raise_opens(self._record)
         self.phase = "opening the engine"
         namespaces = Namespaces(self.path / layout.NAMESPACES)
         namespaces.load()
-        engine = _engine(self.path, record, self.options)
+        engine = _engine(self.path, self._record, self.options)
         engine.open()
         self.phase = "reading the journal"
-        loaded = checkpoint.load(self.path / record.blocks, record.uuid, record.epoch)
+        loaded = checkpoint.load(
+            self.path / self._record.blocks, self._record.uuid, self._record.epoch
+        )
         settled = settle.settle(loaded.events)
-        core = self._assemble(record, namespaces, engine, loaded, settled)
-        core.read_only = trouble
+        core = self._assemble(self._record, namespaces, engine, loaded, settled)
         self._adopt_rows(core, settled)
-        self._recover(core, loaded, settled)
+        boot = _Boot(core, loaded, settled)
+        boot.doubt_rows()
+        store = Store(core, self._lock)
+        self._begin_writing(core, boot)
         if self._cancelled:
             return None
         self._fit(core)
-        self.phase = "ready"
-        store = Store(core, self._lock)
-        if loaded.torn or loaded.missing:
+        if core.checkpoint_due:
             store.checkpoint()
+        self.phase = "ready"
         return store
 
-    def _raise_opens(self, record: StoreRecord) -> tuple[StoreRecord, str]:
-        """Raise ``opens`` durably before anything is served, so that generations never repeat.
+    def _begin_writing(self, core: Core, boot: _Boot) -> None:
+        """Take the store into use for writing.
 
-        If the disk has no room even for that, the store opens for reading only.
+        If the disk has no room even for a new STORE.json, the store serves reads only, and this is
+        tried again until it succeeds.
         """
-        capacity = self.options.capacity or record.capacity_bytes
-        raised = replace(record, opens=record.opens + 1, capacity_bytes=capacity)
         try:
-            layout.write(self.path, raised)
+            core.record = self._raise_opens(core.record)
         except StoreFull as error:
-            return record, f"the disk is full ({error.message})"
-        return raised, ""
+            core.stop_writes(f"the disk is full ({error.message})")
+            core.retry = lambda: self._try_again(core, boot)
+            return
+        core.generation = max(core.generation, core.record.opens << 32)
+        if boot.begin():
+            self._reconcile = core.scan
+            self.phase = "scanning"
+            self._run_chores(core)
+
+    def _try_again(self, core: Core, boot: _Boot) -> None:
+        """Queue another attempt to raise ``opens`` on a disk that was full."""
+
+        def act() -> None:
+            core.record = self._raise_opens(core.record)
+
+        def after(step: Step) -> None:
+            if step.failure is None:
+                core.retry = None
+                core.generation = max(core.generation, core.record.opens << 32)
+                core.read_only = ""
+                boot.begin()
+
+        core.queue(Step(act, after))
+
+    def _raise_opens(self, record: StoreRecord) -> StoreRecord:
+        """Raise ``opens`` durably before anything is written, so that generations never repeat."""
+        raised = replace(record, opens=record.opens + 1)
+        layout.write(self.path, raised)
+        return raised
 
     def _assemble(
         self,
@@ -249,6 +279,7 @@ class Opening:
             ),
             slab=Slab(self.options.bounce_bytes),
             synced_generation=settled.synced,
+            generation=max(record.opens << 32, settled.max_generation),
             checkpoint_bytes=loaded.checkpoint_bytes,
             journal_bytes_before=loaded.earlier_journal_bytes,
         )
@@ -258,9 +289,10 @@ class Opening:
         directory = self.path / record.blocks
         if loaded.end and not loaded.torn and not loaded.missing:
             return Journal.resume(directory, loaded.sequence, record.uuid, record.epoch, loaded.end)
+        # Never number 1 again: alone, without a checkpoint, it would pass for a whole store.
         return Journal.create(
             directory,
-            loaded.sequence + 1,
+            max(loaded.sequence + 1, 2),
             record.uuid,
             record.epoch,
             _reserve(record.capacity_bytes),
@@ -285,50 +317,15 @@ class Opening:
                 unsynced=np.zeros(len(rows), np.bool_),
             )
         )
+        live = rows[rows["kind"] == events.Kind.PUT]
+        for namespace in {number >> 16 for number in np.unique(spaces).tolist()}:
+            mine = live[spaces[rows["kind"] == events.Kind.PUT] >> 16 == namespace]
+            if len(mine):
+                core.key_lengths[namespace] = int(mine["key_length"][0])
         now = time.time()
         for row, until in settled.pins.items():
             if until / 1e6 > now:
                 core.index.pin(row, until / 1e6)
-
-    def _recover(self, core: Core, loaded: Loaded, settled: Settled) -> None:
-        """Note this opening in the journal, delete leftovers, and scan if need be."""
-        boot = layout.boot_id()
-        stopped = loaded.clean or not len(loaded.events)
-        lost_power = not stopped and (not boot or boot != loaded.boot_id)
-        untrusted = loaded.torn or loaded.missing
-        if lost_power:
-            core.doubt = UNSYNCED
-            rows = core.index.rows_of(None)
-            doubtful = core.index.generations[rows] > settled.synced
-            core.index.set_flags(rows[doubtful], UNSYNCED)
-        if core.read_only:
-            return
-        mark = events.blank(1, events.Kind.OPEN)
-        mark["namespace"][0] = np.frombuffer(boot.ljust(16, b"\0"), np.uint8)
-        mark["generation"] = core.record.opens << 32
-        core.journal.append(mark)
-        given_up = _given_up(settled.leftovers, untrusted=untrusted)
-        self._delete(core, given_up)
-        if untrusted or lost_power:
-            reason = loaded.reason or "the machine was booted without a clean stop before"
-            log.warning("%s: scanning the store: %s", self.path, reason)
-            self._reconcile = Reconcile(core, given_up["generation"], lambda: None)
-        if untrusted:
-            self.phase = "scanning"
-            self._run_chores(core)
-
-    def _delete(self, core: Core, leftovers: events.Records) -> None:
-        """Queue the deletion of versions that a kill left between journal and engine."""
-        groups = versions.blocks_of(leftovers)
-        if not groups:
-            return
-
-        def delete() -> None:
-            found = sum(core.engine.delete_many(blocks) for blocks in groups)
-            if found:
-                log.info("deleted %d versions left over by a kill", found)
-
-        core.queue(Step(delete, lambda _step: None))
 
     def _run_chores(self, core: Core) -> None:
         while core.chores and not self._cancelled:
@@ -353,12 +350,71 @@ class Opening:
             raise removal.failure
 
 
-def _given_up(leftovers: events.Records, *, untrusted: bool) -> events.Records:
-    """Return the versions that must go. Where records are missing from the journal, a version that
-    was begun may also have been finished and acknowledged: then only those that ended for sure."""
-    if not untrusted:
-        return leftovers
-    return leftovers[np.isin(leftovers["kind"], (events.Kind.FREE, events.Kind.PUT))]
+class _Boot:
+    """What an opening owes to the one before it: leftovers to delete, perhaps a scan."""
+
+    def __init__(self, core: Core, loaded: Loaded, settled: Settled) -> None:
+        self._core = core
+        self._loaded = loaded
+        self._settled = settled
+        self._boot = layout.boot_id()
+        stopped = loaded.clean or not len(loaded.events)
+        self._untrusted = loaded.torn or loaded.missing
+        self._lost_power = not stopped and (not self._boot or self._boot != loaded.boot_id)
+
+    def doubt_rows(self) -> None:
+        """After a power loss, mark the rows that no sync covered."""
+        if self._lost_power:
+            core = self._core
+            core.doubt = UNSYNCED
+            rows = core.index.rows_of(None)
+            doubtful = core.index.generations[rows] > self._settled.synced
+            core.index.set_flags(rows[doubtful], UNSYNCED)
+
+    def begin(self) -> bool:
+        """Delete leftovers, begin the scan if one is due; True if nothing may be served before it.
+
+        The boot id goes into the journal only when nothing is due any more: a store that is stopped
+        in the middle of its scan is scanned again.
+        """
+        core = self._core
+        given_up = self._given_up()
+        if len(given_up):
+            core.leftovers = given_up
+            core.queue(DeleteLeftovers(core))
+        if not self._untrusted and not self._lost_power:
+            core.journal.append(self._mark())
+            return False
+        reason = self._loaded.reason or "the machine was booted without a clean stop before"
+        log.warning("%s: scanning the store: %s", core.path, reason)
+        core.scan_due = True
+        Reconcile(core, given_up["generation"], self._scanned)
+        return self._untrusted
+
+    def _scanned(self) -> None:
+        core, mark = self._core, self._mark()
+        core.scan_due = False
+        core.queue(Step(lambda: _append(core, mark), lambda _step: None))
+        if self._untrusted:
+            core.checkpoint_due = True
+
+    def _mark(self) -> events.Records:
+        mark = events.blank(1, events.Kind.OPEN)
+        mark["namespace"][0] = np.frombuffer(self._boot.ljust(16, b"\0"), np.uint8)
+        mark["generation"] = self._core.record.opens << 32
+        return mark
+
+    def _given_up(self) -> events.Records:
+        """Return the versions that must go. Where records are missing from the journal, a version
+        that was begun may also have been finished and acknowledged: then only those that ended."""
+        leftovers = self._settled.leftovers
+        if not self._untrusted:
+            return leftovers
+        return leftovers[np.isin(leftovers["kind"], (events.Kind.FREE, events.Kind.PUT))]
+
+
+def _append(core: Core, records: events.Records) -> None:
+    core.journal.append(records)
 
 
 def open_store(path: Path, options: Options | None = None) -> Store:

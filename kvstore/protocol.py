@@ -52,6 +52,8 @@ from kvstore.keys import MAX_BLOCK_BYTES, MAX_KEY_BYTES, KeyArray
 HEADER = struct.Struct("<IBBHIHBBIIQ")
 HEADER_BYTES = HEADER.size
 MAX_META_BYTES = 16 << 20
+MAX_ADMIN_BYTES = 128 << 10
+"""JSON is parsed by the thread that serves everybody."""
 MAX_PAYLOAD_BYTES = MAX_BLOCK_BYTES
 """At most this many payload bytes in one frame; a client splits larger batches."""
 MAX_KEYS = 65_536
@@ -122,6 +124,10 @@ def unpack(buffer: bytes | bytearray | memoryview) -> Frame:
         raise errors.ProtocolError(
             f"a frame of {count} keys, {meta} bytes of metadata and {payload} of payload",
             f"send at most {MAX_KEYS} keys, {MAX_META_BYTES} and {MAX_PAYLOAD_BYTES} bytes",
+        )
+    if op == Op.ADMIN and meta > MAX_ADMIN_BYTES:
+        raise errors.ProtocolError(
+            f"an administrative request of {meta} bytes", f"send at most {MAX_ADMIN_BYTES}"
         )
     if op not in Op._value2member_map_:
         raise errors.ProtocolError(f"operation {op} is unknown", "use the matching client version")

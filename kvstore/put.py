@@ -16,11 +16,11 @@ import numpy as np
 
 from kvstore import events, record, versions
 from kvstore.answers import BlockStatus
-from kvstore.backends.base import U8, U32, Status, Written
+from kvstore.backends.base import U8, U32, U64, Status, Written
 from kvstore.errors import InvalidKey, KVStoreError, ReadOnly
-from kvstore.index import GHOST, NONE
+from kvstore.index import DURABLE, GHOST, NONE
 from kvstore.job import Job
-from kvstore.keys import KeyArray, check_block_length, space_number
+from kvstore.keys import KeyArray, check_block_length, key_array, space_number
 from kvstore.removal import make_room
 
 if TYPE_CHECKING:
@@ -52,21 +52,24 @@ class PutRequest:
     parent: bytes = b""
     label: str = ""
 
+    parents: tuple[bytes, ...] = ()
+    """The parent of each block, empty for none; used instead of ``chain`` and ``parent``."""
+
     def parent_of(self, position: int) -> bytes:
         """Return the key of the parent of one block, empty if it has none."""
+        if self.parents:
+            return self.parents[position]
         if position and self.chain:
             return bytes(self.keys[position - 1])
         return self.parent if not position else b""
 
-    def single(self, position: int) -> PutRequest:
-        """Return the request for one of the blocks alone."""
-        part = slice(position, position + 1)
+    def take(self, positions: list[int]) -> PutRequest:
+        """Return the request for some of the blocks."""
         return replace(
             self,
-            keys=self.keys[part],
-            lengths=self.lengths[part],
-            chain=False,
-            parent=self.parent_of(position),
+            keys=self.keys[positions],
+            lengths=self.lengths[positions],
+            parents=tuple(self.parent_of(position) for position in positions),
         )
 
 
@@ -87,18 +90,27 @@ class Put(Job):
         self._space = space_number(request.namespace.number, request.shard)
         self._rows: U32 = np.zeros(0, np.uint32)
         self._held: U32 = np.zeros(0, np.uint32)
+        self._held_generations: U64 = np.zeros(0, np.uint64)
         self._removal: Removal | None = None
         self._coming = 0
         self._written: Written | None = None
         self._needs_flush = False
         check(core, request)
+        try:
+            self._begin_with(images)
+        except BaseException:
+            self._give_back()
+            core.index.abort(self._rows)
+            raise
+
+    # -- begin: on the owner thread ---------------------------------------------------------------
+
+    def _begin_with(self, images: Sequence[memoryview]) -> None:
         fresh = self._sort_out()
         if len(fresh) and self._make_room(fresh):
             self._insert(fresh, images)
         else:
             self._use()
-
-    # -- begin: on the owner thread ---------------------------------------------------------------
 
     def _sort_out(self) -> np.ndarray:
         """Answer what the index knows; return the positions that must be written."""
@@ -126,10 +138,11 @@ class Put(Job):
             row = core.index.find(self._space, parent)
             rows = np.concatenate([row[core.index.readable(row)], rows])
         core.index.acquire(rows)
-        self._held = rows
-        if self._request.durable and len(rows):
-            newest = int(core.index.generations[rows].max())
-            self._needs_flush = newest > core.synced_generation
+        self._held, self._held_generations = rows, core.index.generations[rows]
+        if self._request.durable:
+            unsynced = (core.index.flags[rows] & DURABLE) == 0
+            unsynced &= self._held_generations > core.synced_generation
+            self._needs_flush = bool(unsynced.any())
 
     def _first_of_each(self, positions: np.ndarray) -> np.ndarray:
         """Leave out later copies of a key that this batch itself brings; they join the first."""
@@ -169,15 +182,15 @@ class Put(Job):
         rows[new] = index.insert(
             self._space, keys[new], lengths[new], generations[new], core.clock.micros()
         )
+        self._rows = rows
         index.realize(rows[~new], lengths[~new], generations[~new], core.clock.micros())
         ghost = self._link(fresh, rows)
         self._use()
-        self._fresh, self._rows = fresh, rows
+        self._fresh = fresh
         self._images = [images[position] for position in fresh]
         self._blocks = versions.groups(index, core.namespaces, rows)[0][1]
         self._begin = versions.records(index, core.namespaces, rows, events.Kind.BEGIN)
         self._ghosts = versions.records(index, core.namespaces, ghost, events.Kind.GHOST)
-        self._parents = [request.parent_of(int(position)) for position in fresh]
         core.writing.update(dict.fromkeys(rows.tolist(), self))
 
     def _use(self) -> None:
@@ -186,23 +199,18 @@ class Put(Job):
         self._core.touch(rows[rows != NONE])
 
     def _link(self, fresh: np.ndarray, rows: U32) -> U32:
-        """Tie the new rows to their parents; return the ghost row made for an unknown one."""
+        """Tie the new rows to their parents; return the ghost rows made for unknown ones."""
         index, request = self._core.index, self._request
-        made: U32 = np.zeros(0, np.uint32)
-        if not request.parent and not request.chain:
-            return made
-        in_batch = index.find(self._space, request.keys)
-        parents = np.full(len(request.keys), NONE, np.uint32)
-        if request.chain:
-            parents[1:] = in_batch[:-1]
-        if request.parent:
-            key = np.frombuffer(request.parent, np.uint8)[None]
-            unknown = index.find(self._space, key)[0] == NONE
-            parents[0] = index.ghosts(self._space, key)[0]
-            made = parents[:1] if unknown else made
-        chosen = parents[fresh]
-        index.link(rows[chosen != NONE], chosen[chosen != NONE])
-        return made
+        parents = [request.parent_of(position) for position in fresh.tolist()]
+        with_parent = [number for number, parent in enumerate(parents) if parent]
+        self._parents = parents
+        if not with_parent:
+            return rows[:0]
+        keys = key_array([parents[number] for number in with_parent])
+        unknown = index.find(self._space, keys) == NONE
+        parent_rows = index.ghosts(self._space, keys)
+        index.link(rows[with_parent], parent_rows)
+        return np.unique(parent_rows[unknown])
 
     # -- run: in a worker -------------------------------------------------------------------------
 
@@ -217,7 +225,7 @@ class Put(Job):
 
     def _write(self) -> None:
         core, request = self._core, self._request
-        core.namespaces.set_key_length(request.namespace, request.keys.shape[1])
+        self._save_key_length()
         self._seal()
         core.journal.append(np.concatenate([self._ghosts, self._begin]))
         written = core.engine.put_many(self._blocks, self._images, sync=request.durable)
@@ -235,6 +243,13 @@ class Put(Job):
             core.engine.delete_many(self._blocks.take(ok))
             raise
         self._written = written
+
+    def _save_key_length(self) -> None:
+        """Keep the length beside the record of the namespace, before its first block."""
+        namespace, length = self._request.namespace, self._request.keys.shape[1]
+        if namespace.key_length not in (None, length):
+            self._core.namespaces.forget(namespace)
+        self._core.namespaces.set_key_length(namespace, length)
 
     def _seal(self) -> None:
         """Write the header page and zero the padding of each image; checksum our own copy."""
@@ -264,22 +279,27 @@ class Put(Job):
     # -- finish: on the owner thread --------------------------------------------------------------
 
     def finish(self) -> None:
-        core = self._core
-        core.coming -= self._coming
-        core.index.release(self._held)
-        if self._removal is not None:
-            self._removal.finish()
-        if len(self._rows):
+        try:
             self._finish_rows()
-        if self.failure is not None and (len(self._rows) or self._needs_flush):
+        finally:
+            self._give_back()
+        if self.failure is not None:
             self.statuses[self.statuses != BlockStatus.CONFLICT] = BlockStatus.FAILED
         self._answer_copies()
         self._count()
 
+    def _give_back(self) -> None:
+        """Return what begin took besides the new rows; victims that are hidden must still go."""
+        core = self._core
+        core.coming -= self._coming
+        core.release(self._held, self._held_generations)
+        if self._removal is not None:
+            self._removal.finish()
+
     def _finish_rows(self) -> None:
         core, rows = self._core, self._rows
         for row in rows.tolist():
-            del core.writing[row]
+            core.writing.pop(row, None)
         if self._written is None:
             core.index.abort(rows)
             return
@@ -289,18 +309,18 @@ class Put(Job):
         self.statuses[self._fresh] = _ANSWER[self._written.statuses]
         if self._request.durable:
             core.note_durable(rows[ok])
+        if (self._written.statuses == Status.FULL).any():
+            core.note_full()
 
     def _answer_copies(self) -> None:
         """Answer later copies of a key in this batch like the first one."""
         copies = self.joined.pop(self, [])
         rows = self._core.index.find(self._space, self._request.keys[copies])
-        for position, readable in zip(copies, self._core.index.readable(rows), strict=True):
-            if readable:
-                row = rows[copies.index(position)]
-                same = self._core.index.sizes[row] == self._request.lengths[position]
-                self.statuses[position] = (
-                    BlockStatus.ALREADY_PRESENT if same else BlockStatus.CONFLICT
-                )
+        readable = self._core.index.readable(rows)
+        sizes = self._core.index.sizes[np.where(readable, rows, 0)]
+        same = sizes == self._request.lengths[copies]
+        answer = np.where(same, BlockStatus.ALREADY_PRESENT, BlockStatus.CONFLICT)
+        self.statuses[copies] = np.where(readable, answer, self.statuses[copies])
 
     def _count(self) -> None:
         counters, counts = self._core.counters, np.bincount(self.statuses, minlength=6)

@@ -33,31 +33,43 @@ log = logging.getLogger(__name__)
 class Reconcile:
     """One comparison. ``given_up`` are generations that must not come back.
 
-    ``scanned`` counts records so far. ``done`` is called on the owner thread at the end.
+    ``scanned`` counts records so far. ``done`` is called on the owner thread at the end, unless the
+    comparison was cancelled or failed: then it is still due.
     """
 
     def __init__(self, core: Core, given_up: U64, done: Callable[[], None]) -> None:
         self.scanned = 0
         self._core = core
         self._done = done
-        self._base = core.record.opens << 32
-        self._given_up = given_up
+        self._base = core.generation
+        self._given_up = [given_up]
+        self._cancelled = False
         self._scan = core.engine.scan()
         self._batch: Scanned | None = None
         self._adopted: list[U32] = []
         self._written: list[np.ndarray] = []
         self._strange = 0
         self._seen = np.zeros(core.index.row_limit, np.bool_)
-        core.given_up = []
+        core.scan = self
         self._queue(self._read, self._compare)
+
+    def give_up(self, generations: U64) -> None:
+        """Note versions that are removed while the scan runs: it may have met them before."""
+        self._given_up.append(generations)
+
+    def cancel(self) -> None:
+        """Stop at the next step."""
+        self._cancelled = True
 
     def _queue(self, act: Callable[[], None], after: Callable[[], None]) -> None:
         def finished(step: Step) -> None:
-            if step.failure is None:
+            if self._cancelled:
+                self._core.scan = None
+            elif step.failure is None:
                 after()
             else:
                 self._core.problems.append(f"the scan of the store failed: {step.failure}")
-                self._end()
+                self._core.scan = None
 
         self._core.queue(Step(act, finished))
 
@@ -88,7 +100,12 @@ class Reconcile:
         space = space_number(namespace.number, int(batch.shards[first]))
         keys = batch.keys[chosen][:, : batch.key_lengths[first]]
         generations = batch.generations[chosen]
-        ignored = (generations > self._base) | np.isin(generations, self._gone())
+        if core.generation == self._base:
+            # Nothing was written yet, so this is the place to learn of numbers that a lost journal
+            # gave: they must not be given again.
+            core.generation = self._base = max(self._base, int(generations.max()))
+        given_up = np.concatenate(self._given_up)
+        ignored = (generations > self._base) | np.isin(generations, given_up)
         rows = index.find(space, keys)
         safe = np.where(rows == NONE, 0, rows)
         known = (rows != NONE) & ((index.flags[safe] & GHOST) == 0)
@@ -103,10 +120,6 @@ class Reconcile:
         wanted = np.flatnonzero(~ignored & ~busy & (~known | newer))
         wanted = wanted[_newest_of_each(keys[wanted], generations[wanted])]
         return self._adopt(batch, chosen[wanted], space, keys[wanted])
-
-    def _gone(self) -> U64:
-        given_up = self._core.given_up
-        return np.concatenate([self._given_up, *(given_up or [])])
 
     def _delete(self, batch: Scanned, chosen: np.ndarray) -> None:
         if len(chosen):
@@ -193,7 +206,7 @@ class Reconcile:
         self._queue(look, drop)
 
     def _end(self) -> None:
-        self._core.given_up = None
+        self._core.scan = None
         if self._strange > 0:
             self._core.problems.append(
                 f"{self._strange} files of the engine are not valid records; run kvstore fsck"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore import events, record, versions
-from kvstore.index import DISK, UNSYNCED
+from kvstore.index import DISK, DURABLE, UNSYNCED
 from kvstore.job import Job
 
 if TYPE_CHECKING:
@@ -30,20 +30,22 @@ class Removal(Job):
     """Removes the versions that ``rows`` hold when it is made. Nobody may hold references to them.
 
     ``bytes`` is what it frees on disk, ``count`` the number of blocks. With ``reason`` the records
-    are damaged: a copy goes to quarantine before they are deleted.
+    are damaged: a copy goes to quarantine before they are deleted. A removal whose bytes could not
+    be deleted joins ``core.stuck`` and may be performed again.
     """
 
     def __init__(self, core: Core, rows: U32, reason: str = "") -> None:
         super().__init__()
         self._core = core
         self._reason = reason
-        self._ran = False
+        self._written_down = False
+        self._deleted = False
         self._groups = versions.groups(core.index, core.namespaces, rows)
         self.frees = versions.records(core.index, core.namespaces, rows, events.Kind.FREE)
         self.count = len(rows)
         self.bytes = int(record.image_bytes_of(core.index.sizes[rows]).sum())
-        if core.given_up is not None:
-            core.given_up.append(self.frees["generation"])
+        if core.scan is not None:
+            core.scan.give_up(self.frees["generation"])
         self._hidden = core.index.remove(rows)
         core.going += self.bytes
 
@@ -54,20 +56,26 @@ class Removal(Job):
 
     def run(self) -> None:
         core = self._core
-        if self.count:
+        if self.count and not self._written_down:
             core.journal.append(self.frees)
+            self._written_down = True
         for _, blocks in self._groups:
             if self._reason:
                 core.quarantine.keep(core.engine, blocks, self._reason)
+        self._reason = ""
+        for _, blocks in self._groups:
             core.engine.delete_many(blocks)
-        self._ran = True
+        self._deleted = True
 
     def finish(self) -> None:
-        """Release row ids and bytes; where the journal refused, they stay taken until reopened."""
-        if self._ran:
-            self._core.index.free(self._hidden)
-            self._core.going -= self.bytes
-            self._ran = False
+        """Release row ids and bytes, or keep them taken while the bytes are still there."""
+        core = self._core
+        if self._deleted:
+            core.index.free(self._hidden)
+            core.going -= self.bytes
+            self._deleted = False
+        elif self.count:
+            core.stuck.append(self)
 
 
 def retire(core: Core, rows: U32, reason: str = "") -> list[Removal]:
@@ -85,6 +93,31 @@ def retire(core: Core, rows: U32, reason: str = "") -> list[Removal]:
     return removals
 
 
+def heed_failures(core: Core) -> None:
+    """Stop writing once engine or journal have failed, whichever job met the failure.
+
+    After a failed sync the kernel may call the next one good although bytes are gone. So nothing
+    that the engine wrote since its last good sync is trusted any more, nor what a put that was
+    under way at that moment still brings, until the store is opened again.
+    """
+    if core.engine.failed:
+        _lose_unsynced(core)
+    for name, reason in (("engine", core.engine.failed), ("journal", core.journal.failed)):
+        if reason and not core.read_only:
+            core.stop_writes(f"the {name} failed: {reason}")
+
+
+def _lose_unsynced(core: Core) -> None:
+    index = core.index
+    rows = index.rows_of(None)
+    flags = index.flags[rows]
+    doubtful = ((flags & DISK) != 0) & ((flags & DURABLE) == 0)
+    doubtful &= index.generations[rows] > core.synced_generation
+    if doubtful.any():
+        log.error("a sync failed: %d blocks written since the last one are lost", doubtful.sum())
+        core.queue(retire(core, rows[doubtful])[0])
+
+
 def make_room(core: Core, need: int) -> Removal | None:
     """Choose what must leave before ``need`` bytes may be written; None if that cannot be done.
 
@@ -92,6 +125,7 @@ def make_room(core: Core, need: int) -> Removal | None:
     """
     usage = core.usage()
     wanted = core.space.to_evict(usage, need)
+    core.trim_due = core.trim_due or wanted > 0
     victims = choose_victims(core, wanted)
     freed = int(record.image_bytes_of(core.index.sizes[victims]).sum())
     if not core.space.allows(usage, need, freed):

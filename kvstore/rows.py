@@ -48,6 +48,16 @@ class Spaces:
         return self._columns.space(rows)
 
 
+class KeyLengths:
+    """Lengths of keys in bytes, computed for the rows that are asked for: ``key_lengths[rows]``."""
+
+    def __init__(self, columns: Columns) -> None:
+        self._columns = columns
+
+    def __getitem__(self, rows: U32) -> U8:
+        return self._columns.key_length(rows)
+
+
 class RowView:
     """Columns as read-only arrays over all row ids, lists of rows, and their keys.
 
@@ -58,6 +68,7 @@ class RowView:
     def __init__(self, columns: Columns) -> None:
         self._columns = columns
         self.spaces = Spaces(columns)
+        self.key_lengths = KeyLengths(columns)
 
     # -- columns ----------------------------------------------------------------------------------
 

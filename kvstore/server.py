@@ -79,6 +79,7 @@ class Server:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _clients: dict[Connection, asyncio.Task[None]] = field(default_factory=dict)
     _failed_requests: int = 0
+    _default: Namespace | None = None
 
     # -- life -------------------------------------------------------------------------------------
 
@@ -153,6 +154,8 @@ class Server:
 
     async def _shut_down(self) -> int:
         self._stopping = True
+        if self._store is not None:
+            self._store.stop_scan()
         limit = self._loop.time() + self.settings.drain_timeout
         try:
             async with asyncio.timeout_at(limit):
@@ -162,8 +165,12 @@ class Server:
                 if self._store is not None:
                     await self.in_worker(self._store.drain)
         except TimeoutError:
-            log.error("the drain took longer than %g s", self.settings.drain_timeout)
-            return 1
+            # Workers may still write. The lock must not go before they do, so neither they nor the
+            # interpreter are waited for: the kernel ends all of it at once.
+            log.error("the drain took longer than %g s: ending", self.settings.drain_timeout)
+            self.settings.socket.unlink(missing_ok=True)
+            logging.shutdown()
+            os._exit(1)
         except KVStoreError as error:
             log.error("the drain failed: %s", error)
             return 1
@@ -234,11 +241,12 @@ class Server:
         return min(deadline_ms / 1000, limit) if deadline_ms else limit
 
     def default_namespace(self, store: Store) -> Namespace:
-        namespace = store.core.namespaces.by_id(
-            keys.namespace_id(keys.named(keys.DEFAULT_NAMESPACE))
-        )
-        assert namespace is not None
-        return namespace
+        if self._default is None:
+            self._default = store.core.namespaces.by_id(
+                keys.namespace_id(keys.named(keys.DEFAULT_NAMESPACE))
+            )
+            assert self._default is not None
+        return self._default
 
     def count_failed_request(self) -> None:
         self._failed_requests += 1
@@ -316,10 +324,10 @@ class Server:
             done = asyncio.Event()
             other.when_done(done.set)
             await done.wait()
-            for position in positions:
-                # Answered from the index if the other one succeeded; else we write our own copy.
-                one = request.single(position)
-                job.statuses[position] = (await self.put(store, one, [images[position]]))[0]
+            # Answered from the index where the other one succeeded; else we write our own copies.
+            job.statuses[positions] = await self.put(
+                store, request.take(positions), [images[position] for position in positions]
+            )
         return job.statuses
 
     async def get(
@@ -334,7 +342,12 @@ class Server:
         job = await self._with_room(
             lambda: store.get(namespace, shard, wanted, budget), deadline_ms
         )
-        await self.perform(job)
+        try:
+            await self.perform(job)
+        except BaseException:
+            job.close()
+            self.slab_changed()
+            raise
         return job
 
     async def delete(

@@ -114,17 +114,17 @@ class Space:
 
         At the floor new blocks go into recycled space only: as much leaves as comes in.
         """
-        surplus = usage.live + usage.coming + need - self.high(usage.overhead)
-        wanted = 0
-        if surplus > 0:
-            wanted = surplus + self.high(usage.overhead) - self.low(usage.overhead)
-        over = usage.physical + need - self.capacity
-        wanted = max(wanted, over - usage.going)
+        wanted = usage.live + usage.coming + need - self.high(usage.overhead)
+        wanted = max(wanted, usage.physical + need - self.capacity - usage.going)
         if need and usage.free - need < self.floor:
             self._reach(usage)
         if self.at_floor:
-            wanted = max(wanted, min(need, self._may_give(usage)))
+            wanted = max(wanted, need)
         return max(0, wanted)
+
+    def above_low(self, usage: Usage) -> int:
+        """Return the bytes that must leave until the low watermark is reached."""
+        return max(0, usage.live + usage.coming - self.low(usage.overhead))
 
     def allows(self, usage: Usage, need: int, evicted: int) -> bool:
         """Tell whether ``need`` bytes may be written once ``evicted`` bytes have left."""

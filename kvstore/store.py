@@ -16,11 +16,11 @@ import numpy as np
 from kvstore import events
 from kvstore.answers import BlockStatus
 from kvstore.get import Get
-from kvstore.index import DISK
 from kvstore.keys import space_number
 from kvstore.put import Put, PutRequest
-from kvstore.removal import Removal, choose_victims, evict, retire
+from kvstore.removal import Removal, choose_victims, evict, heed_failures, retire
 from kvstore.upkeep import Flush, SaveUse, Upkeep
+from kvstore.versions import groups
 
 if TYPE_CHECKING:
     from collections import deque
@@ -51,7 +51,9 @@ class Store:
         return self.core.chores
 
     def finish(self, job: Job) -> None:
+        """Bring a performed job home."""
         self.core.finish(job)
+        heed_failures(self.core)
 
     def run(self, job: Job) -> None:
         """Perform a job in place, and the chores that are there or follow from it.
@@ -147,13 +149,11 @@ class Store:
         rows = rows[index.readable(rows)]
         if namespace is not None:
             rows = rows[index.spaces[rows] >> 16 == namespace.number]
-        result = []
-        for row, space in zip(rows.tolist(), index.spaces[rows].tolist(), strict=True):
-            key = index.keys_of(np.array([row], np.uint32))[0].tobytes().hex()
-            result.append(
-                (self.core.namespaces.by_number(space >> 16).id.hex(), space & 0xFFFF, key)
-            )
-        return result
+        return [
+            (blocks.namespace.hex(), blocks.shard, key.hex())
+            for _, blocks in groups(index, self.core.namespaces, rows)
+            for key in blocks.key_list()
+        ]
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -171,12 +171,12 @@ class Store:
     def status(self) -> dict[str, object]:
         """Return the figures of ``kvstore status`` that the store knows; bytes and counts."""
         core = self.core
-        usage, stats, problems = core.usage(), core.engine.stats(), self.problems()
+        usage, problems = core.usage(), self.problems()
         counters = {name: getattr(core.counters, name) for name in core.counters.__slots__}
         return {
             "state": "degraded" if problems else "ready",
             "engine": core.record.engine,
-            "io": stats.io,
+            "io": core.stats.io,
             "store": str(core.path),
             "uuid": core.record.uuid.hex(),
             "opens": core.record.opens,
@@ -190,11 +190,13 @@ class Store:
             "dirty_blocks": 0,
             "dirty_bytes": 0,
             "quarantine_bytes": core.quarantine.bytes,
-            "journal_bytes": core.journal.physical_bytes + core.checkpoint_bytes,
+            "journal_bytes": core.journal.physical_bytes
+            + core.journal_bytes_before
+            + core.checkpoint_bytes,
             "index_bytes_per_block": round(core.index.index_bytes_per_block, 1),
             "namespaces": len(core.namespaces),
             **counters,
-            "notes": list(stats.notes),
+            "notes": [*core.stats.notes, *core.namespaces.problems],
             "problems": problems,
             "uptime_seconds": round(time.monotonic() - self._opened, 1),
         }
@@ -208,24 +210,26 @@ class Store:
         store as one that was killed.
         """
         core = self.core
+        self.stop_scan()
         self.run_chores()
-        if not core.read_only:
-            if core.touched:
-                job: Job = SaveUse(core)
-                core.begin(job)
-                self.run(job)
-            self.run(self.flush())
+        if core.read_only:
+            return
+        if core.touched:
+            job: Job = SaveUse(core)
+            core.begin(job)
+            self.run(job)
+        self.run(self.flush())
+        if not core.scan_due and core.leftovers is None and not core.stuck:
             core.journal.append(events.blank(1, events.Kind.CLOSE))
             core.journal.sync()
+
+    def stop_scan(self) -> None:
+        """Give up the scan that is under way, if any; the next opening begins it anew."""
+        if self.core.scan is not None:
+            self.core.scan.cancel()
 
     def close(self) -> None:
         """Let go of everything. Without :meth:`drain` before, this is as if killed."""
         self.core.journal.close()
         self.core.engine.close()
         self._lock.release()
-
-    def rows_on_disk(self) -> U32:
-        """Return all rows whose block is in the engine."""
-        rows = self.core.index.rows_of(None)
-        there: U32 = rows[(self.core.index.flags[rows] & DISK) != 0]
-        return there

@@ -9,15 +9,14 @@ import numpy as np
 
 from kvstore import events, versions
 from kvstore.checkpoint import CheckpointWriter, remove_before
-from kvstore.index import DISK, DURABLE, GHOST
+from kvstore.index import DISK, GHOST
 from kvstore.job import Job
-from kvstore.removal import choose_victims, evict, retire
+from kvstore.removal import choose_victims, evict
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvstore.core import Core
-    from kvstore.errors import KVStoreError
+    from kvstore.core import Core, Measured
     from kvstore.removal import Removal
 
 log = logging.getLogger(__name__)
@@ -25,8 +24,10 @@ log = logging.getLogger(__name__)
 SLICE_ROWS = 8192
 """Rows described for a checkpoint at a time: about 2 ms of the owner thread."""
 MIN_JOURNAL_BYTES = 1 << 20
-FLOOR_BATCH_BYTES = 256 << 20
-RETRY_SECONDS = 30.0
+EVICT_BATCH_BYTES = 256 << 20
+EVICT_BATCH_BLOCKS = 1024
+RETRY_SECONDS = 5.0
+CHECKPOINT_RETRY_SECONDS = 30.0
 
 
 class SaveUse(Job):
@@ -69,27 +70,27 @@ class Flush(Job):
     def finish(self) -> None:
         if self.failure is None:
             self._core.synced_generation = max(self._core.synced_generation, self._covered)
-        else:
-            lose_unsynced(self._core, self.failure)
 
 
-def lose_unsynced(core: Core, failure: KVStoreError) -> None:
-    """Turn everything written since the last good sync into misses; take no more writes.
+class DeleteLeftovers(Job):
+    """Deletes the versions that a kill left between journal and engine."""
 
-    After a failed sync the kernel may call the next one good although the bytes are gone, so
-    neither the rows nor the engine can be trusted until the store is opened again.
-    """
-    index = core.index
-    rows = index.rows_of(None)
-    flags = index.flags[rows]
-    doubtful = ((flags & DISK) != 0) & ((flags & DURABLE) == 0)
-    doubtful &= index.generations[rows] > core.synced_generation
-    lost = rows[doubtful]
-    log.error(
-        "a sync failed (%s): %d blocks written since the last one are lost", failure, len(lost)
-    )
-    core.queue(retire(core, lost)[0])
-    core.stop_writes(f"a sync failed: {failure.message}")
+    def __init__(self, core: Core) -> None:
+        super().__init__()
+        assert core.leftovers is not None
+        self._core = core
+        self._leftovers = core.leftovers
+
+    def run(self) -> None:
+        engine = self._core.engine
+        found = sum(engine.delete_many(one) for one in versions.blocks_of(self._leftovers))
+        if found:
+            log.info("deleted %d versions left over by a kill", found)
+
+    def finish(self) -> None:
+        """Forget them; those that could not be deleted go into the next checkpoint instead."""
+        if self.failure is None:
+            self._core.leftovers = None
 
 
 class Step(Job):
@@ -122,16 +123,25 @@ class Checkpoint:
         self._next_row = 0
         self._waiting = 0
         self._writer: CheckpointWriter | None = None
+        self._steps: set[Step] = set()
         self._queue(self._rotate, self._rotated)
 
     def _queue(self, act: Callable[[], None], after: Callable[[], None]) -> None:
         def finished(step: Step) -> None:
-            if step.failure is None:
+            self._steps.discard(step)
+            if step.failure is not None:
+                self._give_up()
+                return
+            try:
                 after()
-            else:
+            except Exception:
+                # The outermost frame of this task: the next attempt comes later.
+                log.exception("a checkpoint failed")
                 self._give_up()
 
-        self._core.queue(Step(act, finished))
+        step = Step(act, finished)
+        self._steps.add(step)
+        self._core.queue(step)
 
     def _give_up(self) -> None:
         if self._writer is not None:
@@ -140,13 +150,18 @@ class Checkpoint:
 
     def _rotate(self) -> None:
         core = self._core
-        core.journal.rotate()
+        if not core.rotated:
+            # After a checkpoint that failed, the journal it began still serves.
+            before = core.journal.physical_bytes
+            core.journal.rotate()
+            core.rotated = True
+            core.journal_bytes_before += before
         self._writer = CheckpointWriter(
             core.journal.directory, core.journal.sequence, core.uuid, core.record.epoch
         )
 
     def _rotated(self) -> None:
-        under_way = [job for job in self._core.active if not isinstance(job, Step)]
+        under_way = self._core.active - self._steps
         self._waiting = len(under_way) + 1
         for job in under_way:
             job.when_done(self._one_less)
@@ -173,8 +188,11 @@ class Checkpoint:
 
     def _last_slice(self) -> None:
         """Versions that wait for their readers are named too, or a kill would leave them behind."""
-        waiting = [removal.frees for removal in self._core.waiting_removals]
-        records = np.concatenate([events.blank(0, events.Kind.LEFTOVER), *waiting])
+        core = self._core
+        owed = [removal.frees for removal in (*core.waiting_removals, *core.stuck)]
+        if core.leftovers is not None:
+            owed.append(core.leftovers)
+        records = np.concatenate([events.blank(0, events.Kind.LEFTOVER), *owed])
         records["kind"] = events.Kind.LEFTOVER
         pins = events.blank(len(self._core.index.pins), events.Kind.PIN)
         pins["row"] = list(self._core.index.pins)
@@ -193,14 +211,16 @@ class Checkpoint:
         assert writer is not None
 
         def end() -> None:
-            # The rows may speak of records that are only in the kernel; so may the journal that
-            # this checkpoint replaces, hence nothing is lost by not syncing the engine here.
+            # The checkpoint drops the FREE records of blocks that were deleted: first their
+            # deletion itself must survive power loss, or a scan would bring them back.
+            core.engine.flush()
             writer.finish()
             remove_before(core.journal.directory, core.journal.sequence)
 
         def ended() -> None:
             core.checkpoint_bytes = writer.bytes
             core.journal_bytes_before = 0
+            core.rotated = False
             self._done(True)
 
         self._queue(end, ended)
@@ -212,31 +232,68 @@ class Upkeep:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._checkpoint: Checkpoint | None = None
-        self._retry_at = 0.0
-        self._giving: Removal | None = None
-        self._free_before = 0
+        self._checkpoint_at = 0.0
+        self._retry_at: float | None = None
+        self._measuring = False
+        self._evicting: Removal | None = None
 
     def tick(self, now: float) -> None:
         """Queue what is due. ``now`` is in seconds of any steady clock."""
         core = self._core
-        usage = core.usage()
+        self._measure()
+        if self._retry_at is None or now >= self._retry_at:
+            if self._retry_at is not None:
+                self._try_again()
+            self._retry_at = now + RETRY_SECONDS
         if core.read_only:
+            core.touched.clear()
             return
         if core.touched:
             core.queue(SaveUse(core))
-        if self._checkpoint_due() and now >= self._retry_at:
-            self._retry_at = now + RETRY_SECONDS
-            self._checkpoint = Checkpoint(core, self._checkpointed)
-        surplus = core.space.floor_surplus(usage)
-        if surplus and self._giving is None:
-            self._give_back(surplus, usage.free)
+        if self._checkpoint_due() and now >= self._checkpoint_at:
+            self._checkpoint_at = now + CHECKPOINT_RETRY_SECONDS
+            self.checkpoint_now()
+        self._make_room()
+
+    # -- figures ----------------------------------------------------------------------------------
+
+    def _measure(self) -> None:
+        """Have a worker ask for figures: a disk that hangs must not hang the owner thread."""
+        if self._measuring:
+            return
+        found: list[Measured] = []
+
+        def act() -> None:
+            found.append(self._core.measure())
+
+        def after(_: Step) -> None:
+            self._measuring = False
+            if found:
+                self._core.take(found[0])
+
+        self._measuring = True
+        self._core.queue(Step(act, after))
+
+    # -- what did not work the first time ---------------------------------------------------------
+
+    def _try_again(self) -> None:
+        core = self._core
+        if core.retry is not None:
+            core.retry()
+        if core.read_only:
+            return
+        stuck, core.stuck = core.stuck, []
+        for removal in stuck:
+            core.queue(removal)
+        if core.leftovers is not None:
+            core.queue(DeleteLeftovers(core))
+
+    # -- checkpoints ------------------------------------------------------------------------------
 
     def _checkpoint_due(self) -> bool:
         core = self._core
         written = core.journal.end + core.journal_bytes_before
-        return self._checkpoint is None and written > max(
-            MIN_JOURNAL_BYTES, core.checkpoint_bytes // 2
-        )
+        return core.checkpoint_due or written > max(MIN_JOURNAL_BYTES, core.checkpoint_bytes // 2)
 
     def checkpoint_now(self) -> None:
         """Write a checkpoint whether due or not, unless one is under way."""
@@ -246,22 +303,38 @@ class Upkeep:
     def _checkpointed(self, good: bool) -> None:
         self._checkpoint = None
         if good:
-            self._retry_at = 0.0
+            self._core.checkpoint_due = False
+            self._checkpoint_at = 0.0
 
-    def _give_back(self, surplus: int, free: int) -> None:
-        """Evict one batch because the filesystem has less free than it should."""
-        victims = choose_victims(self._core, min(surplus, FLOOR_BATCH_BYTES))
-        if not len(victims):
-            self._core.space.gave_nothing()
+    # -- room -------------------------------------------------------------------------------------
+
+    def _make_room(self) -> None:
+        """Evict a batch, and the next when it is done, down to the low watermark or for the floor.
+
+        Puts evict only what they need themselves, so that none of them waits for more.
+        """
+        core = self._core
+        if self._evicting is not None:
             return
-        self._giving = evict(self._core, victims)
-        self._core.space.gave(self._giving.bytes)
-        self._free_before = free
-        self._giving.when_done(self._gave)
-        self._core.queue(self._giving)
-        log.warning("free space is below the floor: evicting %d blocks", self._giving.count)
+        usage = core.usage()
+        floor = core.space.floor_surplus(usage)
+        surplus = core.space.above_low(usage) if core.trim_due else 0
+        victims = choose_victims(core, min(max(floor, surplus), EVICT_BATCH_BYTES))
+        victims = victims[:EVICT_BATCH_BLOCKS]
+        if not len(victims):
+            core.trim_due = False
+            if floor:
+                core.space.gave_nothing()
+            return
+        removal = evict(core, victims)
+        if floor:
+            core.space.gave(removal.bytes)
+            log.warning("free space is below the floor: evicting %d blocks", removal.count)
+        self._evicting = removal
+        removal.when_done(self._evicted)
+        core.queue(removal)
 
-    def _gave(self) -> None:
-        self._giving = None
-        if self._core.usage().free <= self._free_before:
-            self._core.space.gave_nothing()
+    def _evicted(self) -> None:
+        failed, self._evicting = bool(self._core.stuck), None
+        if not failed:
+            self._make_room()

@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 
 def groups(index: Index, namespaces: Namespaces, rows: U32) -> list[tuple[U32, Blocks]]:
-    """Return the rows as engine batches, one for each (namespace, shard) among them."""
-    spaces = index.spaces[rows]
+    """Return the rows as engine batches, one for each (namespace, shard, key length)."""
+    label = index.spaces[rows].astype(np.uint64) << np.uint64(8) | index.key_lengths[rows]
     result = []
-    for space in np.unique(spaces):
-        part = rows[spaces == space]
-        namespace = namespaces.by_number(int(space) >> 16)
+    for value in np.unique(label).tolist():
+        part = rows[label == value]
+        namespace = namespaces.by_number(value >> 24)
         result.append(
             (
                 part,
                 Blocks(
                     namespace.id,
-                    int(space) & 0xFFFF,
+                    value >> 8 & 0xFFFF,
                     index.keys_of(part),
                     index.sizes[part],
                     index.generations[part],
@@ -49,11 +49,11 @@ def records(index: Index, namespaces: Namespaces, rows: U32, kind: events.Kind) 
     out["generation"] = index.generations[rows]
     out["last_use"] = index.last_use[rows]
     out["shard"] = index.spaces[rows] & 0xFFFF
-    numbers = index.spaces[rows] >> 16
-    for number in np.unique(numbers):
+    numbers = (index.spaces[rows] >> 16) << 8 | index.key_lengths[rows]
+    for number in np.unique(numbers).tolist():
         chosen = np.flatnonzero(numbers == number)
         keys = index.keys_of(rows[chosen])
-        out["namespace"][chosen] = np.frombuffer(namespaces.by_number(int(number)).id, np.uint8)
+        out["namespace"][chosen] = np.frombuffer(namespaces.by_number(number >> 8).id, np.uint8)
         out["key_length"][chosen] = keys.shape[1]
         out["key"][chosen[:, None], np.arange(keys.shape[1])] = keys
     return out

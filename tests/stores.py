@@ -10,6 +10,7 @@ import numpy as np
 
 from kvstore import record
 from kvstore.answers import BlockStatus
+from kvstore.index import DISK
 from kvstore.keys import key_array, named, namespace_id
 from kvstore.opening import Opening, Options, open_store
 from kvstore.put import PutRequest
@@ -97,8 +98,22 @@ class Local:
         self.store.run(removals[0])
         return int((statuses == BlockStatus.OK).sum())
 
+    def rows(self) -> np.ndarray:
+        """Return the rows whose block is on disk."""
+        index = self.core.index
+        rows = index.rows_of(None)
+        there: np.ndarray = rows[(index.flags[rows] & DISK) != 0]
+        return there
+
     def tick(self) -> None:
         self.store.tick()
+        self.store.run_chores()
+
+    def later(self, seconds: float) -> None:
+        """Let time pass for what the store does by itself."""
+        self.store._upkeep.tick(0.0)
+        self.store.run_chores()
+        self.store._upkeep.tick(seconds)
         self.store.run_chores()
 
     def stop(self) -> None:

@@ -130,6 +130,7 @@ def test_on_a_disk_full_to_the_last_byte_blocks_are_recycled(tmp_path: Path) -> 
         names = [key(n) for n in range(40)]
         assert not client.put_many(names, [block(n, MIB) for n in range(40)]).any()
         _fill(mount / "foreign")
+        time.sleep(1.5)
         assert client.put(key(100), block(100, 3 * MIB)) == "stored"
         there = client.contains(names)
         assert there.sum() == 37, "only as much may leave as comes in"
@@ -159,6 +160,7 @@ def test_a_write_that_hits_the_end_of_the_disk(
         assert not list((local.path / "blocks" / "tmp").iterdir())
         assert local.get([key(5)]) == [block(5, MIB)]
         assert local.core.coming == local.core.going == 0
+        assert local.put([key(101)], [block(101, MIB)]) == [BlockStatus.OK], "recycled"
         (mount / "foreign").unlink()
         assert local.put([key(100)], [block(100, 4 * MIB)]) == [BlockStatus.OK]
         local.kill()

@@ -526,7 +526,7 @@ def test_a_directory_that_was_replaced(
     assert statuses == [Status.OK if kind == "directory" else Status.FAILED]
     relative = str(path.relative_to(engine.context.directory))
     assert checked(engine) == ([] if kind == "directory" else [("foreign", relative)])
-    assert not engine.stats().failed
+    assert not engine.failed
     assert len(os.listdir("/proc/self/fd")) == before
     assert len(list((tmp_path / "moved").rglob("*.kvb"))) == (1 if level == "fan" else 3)
 

@@ -230,7 +230,7 @@ def test_a_file_that_cannot_be_synced_was_not_written(directory: Path) -> None:
     program = """
 blocks = make_blocks([key_of(1), key_of(2), key_of(3)])
 print(statuses(blocks))
-print(engine.contains_many(blocks).tolist(), engine.stats().failed)
+print(engine.contains_many(blocks).tolist(), bool(engine.failed))
 import os
 print(os.listdir(sys.argv[1] + "/tmp"))
 print(statuses(blocks))
@@ -252,7 +252,7 @@ before = make_blocks([key_of(7)])
 print(statuses(before, sync=False))
 blocks = make_blocks([key_of(1)])
 print(statuses(blocks))
-print(engine.contains_many(blocks).tolist(), engine.stats().failed, engine.stats().notes)
+print(engine.contains_many(blocks).tolist(), bool(engine.failed), engine.stats().notes)
 try:
     engine.flush()
 except EngineError as error:
@@ -261,7 +261,7 @@ print(statuses(make_blocks([key_of(2)])), statuses(make_blocks([key_of(3)]), syn
 print(engine.contains_many(before).tolist())
 engine.close()
 engine.open()
-print(statuses(blocks), engine.stats().failed)
+print(statuses(blocks), bool(engine.failed))
 engine.flush()
 """
     printed, calls = trace(directory, program, inject=f"fsync:error=EIO:when={number}")
@@ -298,7 +298,7 @@ print(statuses(make_blocks([key_of(2)]), sync=False))
 def test_many_directories_that_cannot_be_synced(directory: Path) -> None:
     program = """
 blocks = make_blocks([key_of(i) for i in range(70)])
-print(set(statuses(blocks)), engine.contains_many(blocks).any(), engine.stats().failed)
+print(set(statuses(blocks)), engine.contains_many(blocks).any(), bool(engine.failed))
 """
     printed, _ = trace(directory, program, inject="syncfs:error=ENOSPC:when=1")
     assert printed == ["{4} False True"]
@@ -315,7 +315,7 @@ def test_a_disk_that_goes_away(tmp_path: Path) -> None:
         for _ in range(2):
             with pytest.raises(EngineError, match="sync failed"):
                 engine.flush()
-        assert engine.stats().failed
+        assert engine.failed
         assert put_statuses(engine, make_blocks([key_of(3)])) == [Status.FAILED]
         read = engine.get_many_into(blocks, full_images(blocks))
         assert read.statuses.tolist() == [Status.DAMAGED]
@@ -363,7 +363,7 @@ def test_a_full_device(tmp_path: Path, kind: str, sync: bool, io: str) -> None:
         engine.delete_many(make_blocks([key_of(i) for i in range(16)], 300_000))
         engine.flush()
         assert put_statuses(engine, refused.take(slice(0, 8)), sync=sync) == [Status.OK] * 8
-        assert engine.stats().failed is False
+        assert engine.failed == ""
         assert engine.stats().io == how
         engine.close()
         engine.open()
@@ -446,7 +446,7 @@ for use in (lambda: engine.delete_many(blocks), lambda: list(engine.scan()), eng
 engine.stats()
 for hog in hogs:
     os.close(hog)
-print(statuses(blocks, sync=False), engine.contains_many(blocks).all(), engine.stats().failed)
+print(statuses(blocks, sync=False), engine.contains_many(blocks).all(), bool(engine.failed))
 """
     assert limited(program, directory, resource.RLIMIT_NOFILE, 30) == [
         "[0, 0, 0, 0]",

@@ -13,13 +13,20 @@ import pytest
 from kvstore import layout
 from kvstore.answers import BlockStatus
 from kvstore.backends.filesystem import FilesystemEngine
+from kvstore.checkpoint import CheckpointWriter
 from kvstore.errors import (
     ConfigError,
+    EngineError,
     FormatUnsupported,
+    InvalidKey,
+    ReadOnly,
     StoreExists,
+    StoreFull,
     StoreLocked,
     StoreNotFound,
 )
+from kvstore.index import UNSYNCED
+from kvstore.keys import key_array
 from kvstore.opening import Opening, open_store
 from tests.stores import CAPACITY, MIB, Local, block, key, options
 
@@ -40,7 +47,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def order_of_use(local: Local) -> list[str]:
-    rows = local.store.rows_on_disk()
+    rows = local.rows()
     rows = rows[np.argsort(local.core.index.last_use[rows])]
     return [bytes(one).hex() for one in local.core.index.keys_of(rows)]
 
@@ -366,12 +373,144 @@ def test_leftovers_of_a_kill_are_deleted(path: Path, monkeypatch: pytest.MonkeyP
     local.kill()
 
 
-def test_generations_never_repeat(path: Path) -> None:
+def test_leftovers_that_cannot_be_deleted_go_into_the_checkpoint(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     local = Local(path)
-    first = int(local.core.new_generations(1)[0])
+
+    def die(_: object) -> int:
+        raise OSError("killed before the unlink")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(FilesystemEngine, "delete_many", die)
+        with pytest.raises(EngineError):
+            local.delete(KEYS[:10])
+        local.kill()
+        local = Local(path)
+        local.store.checkpoint()
+        local.store.run_chores()
+        local.kill()
+    assert len(local.files()) == 40
+    local = Local(path)
+    assert local.contains(KEYS) == [False] * 10 + [True] * 30
+    assert len(local.files()) == 30
+    local.kill()
+
+
+@pytest.mark.parametrize("power_lost", [False, True])
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_a_scan_that_was_interrupted_is_done_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch, end: str, power_lost: bool
+) -> None:
+    if power_lost:
+        monkeypatch.setattr(layout, "boot_id", lambda: b"another boot....")
+        next(p for p in (path / "blocks").rglob("*.kvb") if KEYS[9].hex() in p.name).unlink()
+    else:
+        for journal in journals(path):
+            journal.unlink()
+    opening = Opening(path, options())
+    opening.lock()
+    if power_lost:
+        store = opening.open()
+        assert store is not None
+        if end == "stop":
+            store.drain()
+        store.close()
+    else:
+        opening.cancel()
+        assert opening.open() is None
+        opening.unlock()
+    local = Local(path)
+    expected = [None if power_lost and n == 9 else data for n, data in enumerate(BLOCKS)]
+    assert local.contains(KEYS) == [data is not None for data in expected]
+    assert local.get(KEYS) == expected
+    local.kill()
+
+
+def test_a_store_on_a_full_disk_takes_writes_when_there_is_room(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise StoreFull("no space left")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(layout, "write", full)
+        local = Local(path)
+        assert local.get(KEYS) == BLOCKS
+        assert local.store.status()["state"] == "degraded"
+        with pytest.raises(ReadOnly, match="full"):
+            local.put([key(100)], [block(100)])
+        local.later(10)
+    local.later(100)
+    assert local.put([key(100)], [block(100)]) == [BlockStatus.OK]
+    assert local.store.status()["state"] == "ready"
     local.kill()
     local = Local(path)
-    assert int(local.core.new_generations(1)[0]) > first
+    assert local.get([key(100), KEYS[0]]) == [block(100), BLOCKS[0]]
+    local.kill()
+
+
+def test_a_failed_checkpoint_is_tried_again_with_the_same_journal(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise StoreFull("no space left")
+
+    local = Local(path)
+    with monkeypatch.context() as broken:
+        broken.setattr(CheckpointWriter, "finish", fail)
+        for _ in range(3):
+            local.store.checkpoint()
+            local.store.run_chores()
+    assert len(journals(path)) == 2
+    local.core.take(local.core.measure())
+    used = local.store.status()["used_bytes"]
+    assert used == pytest.approx(layout.directory_bytes(path), rel=0.05)
+    local.store.checkpoint()
+    local.store.run_chores()
+    assert len(journals(path)) == 1
+    local.kill()
+    local = Local(path)
+    assert local.get(KEYS) == BLOCKS
+    local.kill()
+
+
+def test_a_lost_namespace_file_does_not_let_other_key_lengths_in(path: Path) -> None:
+    for file in (path / "namespaces").iterdir():
+        file.unlink()
+    local = Local(path)
+    with pytest.raises(InvalidKey, match="32"):
+        local.put([b"k" * 16], [block(1)])
+    assert local.get(KEYS) == BLOCKS
+    local.kill()
+
+
+def test_doubt_about_a_block_ends_when_it_was_read_whole(path: Path) -> None:
+    local = Local(path)
+    local.core.doubt = UNSYNCED
+    rows = local.core.index.find(0, key_array(KEYS[:2]))
+    local.core.index.set_flags(rows, UNSYNCED)
+    local.get(KEYS[:1])
+    for n in range(2):
+        os.truncate(next(p for p in local.files() if KEYS[n].hex() in p.name), 5000)
+    local.get(KEYS[:2])
+    assert (local.core.counters.corrupt_blocks, local.core.counters.unsynced_blocks) == (1, 1)
+    local.kill()
+
+
+def test_generations_never_repeat(path: Path) -> None:
+    local = Local(path)
+    local.core.generation += 5 << 32
+    local.put([key(100)], [block(100)])
+    last = local.core.generation
+    local.kill()
+    local = Local(path)
+    assert int(local.core.new_generations(1)[0]) > last
+    local.kill()
+    for journal in journals(path):
+        journal.unlink()
+    local = Local(path)
+    assert int(local.core.new_generations(1)[0]) > last, "the scan tells what a lost journal gave"
     local.kill()
 
 

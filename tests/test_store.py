@@ -10,9 +10,10 @@ import pytest
 
 from kvstore import record
 from kvstore.answers import BlockStatus
-from kvstore.errors import Busy, InvalidKey, ReadOnly
-from kvstore.keys import named
-from kvstore.put import PutRequest
+from kvstore.backends.filesystem import FilesystemEngine
+from kvstore.errors import Busy, EngineError, InvalidKey, ReadOnly
+from kvstore.keys import key_array, named
+from kvstore.put import Put, PutRequest
 from tests.stores import MIB, Local, block, key
 
 OK, PRESENT, CONFLICT, FULL = (
@@ -21,6 +22,25 @@ OK, PRESENT, CONFLICT, FULL = (
     BlockStatus.CONFLICT,
     BlockStatus.FULL,
 )
+
+
+def begin_put(
+    local: Local,
+    keys: list[bytes],
+    blocks: list[bytes],
+    *,
+    parent: bytes = b"",
+    durable: bool = False,
+) -> Put:
+    """Begin a put without performing it; its images stay allocated."""
+    lengths = np.array([len(one) for one in blocks], np.uint32)
+    extents = local.core.slab.allocate(record.image_bytes_of(lengths).tolist())
+    for extent, one in zip(extents, blocks, strict=True):
+        extent.view[record.HEADER_PAGE : record.HEADER_PAGE + len(one)] = one
+    request = PutRequest(
+        local.namespace, 0, key_array(keys), lengths, durable=durable, parent=parent
+    )
+    return local.store.put(request, [extent.view for extent in extents])
 
 
 @pytest.fixture
@@ -212,7 +232,7 @@ def test_pinned_leased_and_referenced_blocks_are_not_evicted(local: Local) -> No
 def test_when_nothing_may_go_puts_answer_full(local: Local) -> None:
     for number in range(60):
         local.put([key(number)], [block(number, MIB)])
-    held = local.store.rows_on_disk()
+    held = local.rows()
     local.core.index.acquire(held)
     assert local.put([key(99)], [block(99, MIB)]) == [FULL]
     assert local.contains([key(n) for n in range(60)]) == [True] * 60
@@ -225,7 +245,7 @@ def test_touching_everything_keeps_blocks_evictable(local: Local) -> None:
     """Fault 1 of the source system: a refreshing lookup took blocks out of the order for ever."""
     for number in range(57):
         local.put([key(number)], [block(number, MIB)])
-    local.core.touch(local.store.rows_on_disk())
+    local.core.touch(local.rows())
     assert local.put([key(99)], [block(99, 2 * MIB)]) == [OK]
 
 
@@ -257,7 +277,117 @@ def test_status_counts_what_du_counts(local: Local) -> None:
 
     for number in range(30):
         local.put([key(number)], [block(number, 300_000)])
-    local.core._overhead = (0.0, 0)
+    local.core.take(local.core.measure())
     used = local.store.status()["used_bytes"]
     du = subprocess.run(["du", "-s", "-B1", local.path], capture_output=True, check=True)
     assert used == pytest.approx(int(du.stdout.split()[0]), rel=0.01)
+
+
+def test_a_put_holds_its_parent_while_it_is_deleted(local: Local) -> None:
+    """The reference goes back to the version that was held, though it has left its row."""
+    local.put([key(0)], [block(0)])
+    job = begin_put(local, [key(1)], [block(1)], parent=key(0))
+    _, removals = local.store.delete(local.namespace, 0, key_array([key(0)]))
+    local.store.run(removals[0])
+    local.store.run(job)
+    assert job.statuses.tolist() == [OK]
+    assert removals[1].done
+    assert local.core.writing == {}
+    assert local.core.active == set()
+    assert not local.core.index.references.any()
+    assert len(local.files()) == 1
+
+
+def test_a_put_that_cannot_begin_takes_nothing(
+    local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(57):
+        local.put([key(number)], [block(number, MIB)])
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no memory for rows")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(local.core.index, "insert", fail)
+        with pytest.raises(MemoryError):
+            local.put([key(0), key(200)], [block(0, MIB), block(200, 8 * MIB)])
+    assert local.core.coming == 0
+    assert not local.core.index.references.any()
+    assert local.core.stuck, "the victims are hidden and must still go"
+    local.later(10)
+    assert local.core.going == 0
+    assert len(local.files()) == local.core.index.blocks
+    assert local.put([key(200)], [block(200, 8 * MIB)]) == [OK]
+
+
+def test_bytes_that_cannot_be_deleted_are_tried_again(
+    local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local.put([key(1)], [block(1)])
+
+    def fail(_: object) -> int:
+        raise EngineError("cannot unlink")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(local.core.engine, "delete_many", fail)
+        with pytest.raises(EngineError):
+            local.delete([key(1)])
+    assert local.contains([key(1)]) == [False]
+    assert local.core.going > 0
+    local.later(10)
+    assert local.core.going == 0
+    assert local.files() == []
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_after_a_failed_sync_nothing_unsynced_is_served(
+    local: Local, monkeypatch: pytest.MonkeyPatch, durable: bool
+) -> None:
+    local.put([key(1)], [block(1)])
+    local.store.run(local.store.flush())
+    local.put([key(2)], [block(2)])
+    local.put([key(3)], [block(3)], durable=True)
+    late = begin_put(local, [key(4)], [block(4)])
+    late.perform()
+    monkeypatch.setattr(FilesystemEngine, "failed", "a sync failed")
+    if durable:
+        local.store.finish(begin_put(local, [key(5)], [block(5)], durable=True))
+    else:
+        flush = local.store.flush()
+        flush.failure = EngineError("a sync failed")
+        local.store.finish(flush)
+    local.store.finish(late)
+    local.store.run_chores()
+    assert local.contains([key(n) for n in range(1, 6)]) == [True, False, True, False, False]
+    assert local.store.status()["state"] == "degraded"
+    with pytest.raises(ReadOnly, match="sync"):
+        local.put([key(6)], [block(6)])
+    assert local.get([key(1), key(3)]) == [block(1), block(3)]
+
+
+def test_a_read_only_store_remembers_no_use(local: Local) -> None:
+    local.put([key(1)], [block(1)])
+    local.tick()
+    local.core.stop_writes("testing")
+    for _ in range(10):
+        local.get([key(1)])
+    assert local.core.touched == []
+
+
+def test_two_key_lengths_cannot_begin_together(local: Local) -> None:
+    first = begin_put(local, [key(1)], [block(1)])
+    with pytest.raises(InvalidKey, match=r"16 bytes.*32"):
+        local.put([b"k" * 16], [block(2)])
+    local.store.run(first)
+    assert local.get([key(1)]) == [block(1)]
+
+
+def test_eviction_goes_on_in_the_background_to_the_low_watermark(local: Local) -> None:
+    for number in range(62):
+        local.put([key(number)], [block(number, MIB)])
+    before = local.core.counters.evictions
+    assert before <= 3, "a put evicts only what it needs"
+    local.tick()
+    live = local.store.status()["live_bytes"]
+    assert live <= 0.92 * 64 * MIB  # type: ignore[operator]
+    assert live >= 0.89 * 64 * MIB  # type: ignore[operator]

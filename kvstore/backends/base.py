@@ -148,13 +148,11 @@ class Finding:
 class Stats:
     """``overhead_bytes``: what ``du`` counts besides records (directories, indexes), a lower bound
     until the engine has looked everywhere; ``io`` one of ``memory``, ``direct``, ``buffered``;
-    ``failed``: a sync failed, no more is written until the engine is opened again; ``notes`` are
-    sentences for ``status``."""
+    ``notes`` are sentences for ``status``."""
 
     overhead_bytes: int
     io: str
     notes: tuple[str, ...] = ()
-    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +216,11 @@ class Engine(ABC):
         if writing and self.context.read_only:
             where = self.context.directory
             raise ReadOnly(f"the {self.name} engine in {where} was opened read-only")
+
+    @property
+    def failed(self) -> str:
+        """Why nothing more is written until the engine is opened again: a sync failed; else ""."""
+        return ""
 
     @abstractmethod
     def create(self) -> None:

@@ -213,7 +213,11 @@ class FilesystemEngine(base.Engine):
     def stats(self) -> base.Stats:
         failed = self._open_shop().syncs.failed
         notes = tuple(note for note in (self._files.note, failed) if note)
-        return base.Stats(self._survey.step(), self._files.io, notes, failed=bool(failed))
+        return base.Stats(self._survey.step(), self._files.io, notes)
+
+    @property
+    def failed(self) -> str:
+        return self._shop.syncs.failed if self._shop is not None else ""
 
     def check(self) -> list[Finding]:
         spool = self._open_shop().spool

@@ -374,7 +374,7 @@ class EngineTests:
         stats = engine.stats()
         assert stats.io in ("memory", "direct", "buffered")
         assert stats.overhead_bytes >= 0
-        assert not stats.failed
+        assert not engine.failed
         assert engine.check() == []
         assert engine.capabilities.preferred_threads >= 1
         assert engine.capabilities.space_factor >= 1.0
