@@ -1,4 +1,4 @@
-"""What lies around a store: its size on the device, where it is mounted, small files, boot id."""
+"""What lies around a store: size on the device, mount point, small files, permissions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,61 @@ def test_data_is_written_whole_although_the_kernel_takes_it_in_pieces(
     files.replace(tmp_path / "file", b"0123456789" * 10)
     monkeypatch.undo()
     assert (tmp_path / "file").read_bytes() == b"0123456789" * 10
+
+
+def test_descriptors_are_given_back(tmp_path: Path) -> None:
+    (tmp_path / "directory").mkdir()
+    before = len(os.listdir("/proc/self/fd"))
+    files.replace(tmp_path / "file", b"data")
+    files.read_regular(tmp_path / "file", 10)
+    files.sync_directory(tmp_path)
+    with pytest.raises(CorruptStore, match="not a regular file"):
+        files.read_regular(tmp_path / "directory", 10)
+    with pytest.raises(OSError, match="directory"):
+        files.replace(tmp_path / "directory", b"data")
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert {path.name for path in tmp_path.iterdir()} == {"directory", "file"}
+
+
+def as_nobody(action: Callable[[], object]) -> str:
+    """Run a function in a child that has given up root; return what it raised, as text."""
+    source, target = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setgid(65_534)
+            os.setuid(65_534)
+            action()
+            os.write(target, b"nothing")
+        except BaseException as error:
+            os.write(target, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(target)
+    with os.fdopen(source) as reader:
+        return reader.read()
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving up root needs root")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_without_permission_that_is_said_with_path_and_next_step(
+    store: Path, tmp_path: Path
+) -> None:
+    layout.write(store, RECORD)
+    for parent in (tmp_path, *tmp_path.parents):
+        if parent.owner() == "root" and parent != Path("/"):
+            parent.chmod(parent.stat().st_mode | 0o055)
+    assert as_nobody(lambda: layout.read(store)) == (
+        f"PermissionDenied: cannot read {store}/STORE.json: Permission denied. "
+        "run as the store's owner, or give this user access"
+    )
+    refused = as_nobody(lambda: layout.create_directories(tmp_path / "other"))
+    assert refused.startswith(f"PermissionDenied: cannot create a store at {tmp_path}/other")
+    # The owner and mode of what a store is made of keep everyone else out.
+    store.chmod(0o755)
+    (store / "STORE.json").chmod(0o644)
+    assert as_nobody(lambda: layout.read(store)) == "nothing"
+    assert as_nobody(lambda: layout.write(store, RECORD)).startswith("PermissionDenied")

@@ -310,6 +310,20 @@ def test_a_rewrite_is_durable_in_this_order(store: Path, monkeypatch: pytest.Mon
     assert steps == ["fsync STORE.json.new", "rename to STORE.json", "fsync store"]
 
 
+def test_the_largest_numbers_fit(store: Path) -> None:
+    largest = replace(RECORD, opens=2**32 - 1, epoch=2**64 - 1, capacity_bytes=2**63)
+    largest = replace(largest, blocks="b" * 255)
+    layout.write(store, largest)
+    assert layout.read(store) == largest
+    for wrong in (
+        replace(largest, epoch=2**64),
+        replace(largest, capacity_bytes=2**63 + 1),
+        replace(largest, blocks="b" * 256),
+    ):
+        with pytest.raises(CorruptStore):
+            layout.write(store, wrong)
+
+
 def test_what_cannot_be_read_back_is_not_written(store: Path) -> None:
     before = snapshot(store)
     for broken in (
@@ -370,6 +384,31 @@ def test_a_file_in_the_place_of_the_store_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b"data"
 
 
+def test_the_parts_are_durable_when_they_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = []
+
+    def note(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+
+    monkeypatch.setattr(os, "fsync", note)
+    layout.create_directories(tmp_path / "store")
+    assert synced == [tmp_path / "store", tmp_path]
+
+
+def test_what_was_made_can_be_taken_back(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+    made = layout.create_directories(tmp_path)
+    layout.write(tmp_path, RECORD)
+    (tmp_path / "blocks" / "journal").write_bytes(b"ours")
+    layout.unmake(tmp_path, made)
+    assert [path.name for path in tmp_path.iterdir()] == ["lost+found"]
+    made = layout.create_directories(tmp_path / "store")
+    layout.unmake(tmp_path / "store", made)
+    assert not (tmp_path / "store").exists()
+
+
 @pytest.mark.parametrize(
     ("number", "error"),
     [(errno.ENOSPC, StoreFull), (errno.EACCES, PermissionDenied), (errno.EROFS, ReadOnly)],
@@ -423,46 +462,3 @@ def test_a_full_filesystem_says_so_with_the_path(tmp_path: Path) -> None:
         with pytest.raises(StoreFull, match=r"STORE\.json"):
             layout.write(point / "store", replace(RECORD, opens=18))
         assert set(snapshot(point / "store")) == set(before)
-
-
-def as_nobody(action: Callable[[], object]) -> str:
-    """Run a function in a child that has given up root; return what it raised, as text."""
-    source, target = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.setgroups([])
-            os.setgid(65_534)
-            os.setuid(65_534)
-            action()
-            os.write(target, b"nothing")
-        except BaseException as error:
-            os.write(target, f"{type(error).__name__}: {error}".encode())
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    os.close(target)
-    with os.fdopen(source) as reader:
-        return reader.read()
-
-
-@pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0, reason="giving up root needs root")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_without_permission_that_is_said_with_path_and_next_step(
-    store: Path, tmp_path: Path
-) -> None:
-    for parent in (tmp_path, *tmp_path.parents):
-        if parent.owner() == "root" and parent != Path("/"):
-            parent.chmod(parent.stat().st_mode | 0o055)
-    assert as_nobody(lambda: layout.read(store)) == (
-        f"PermissionDenied: cannot read {store}/STORE.json: Permission denied. "
-        "run as the store's owner, or give this user access"
-    )
-    refused = as_nobody(lambda: layout.create_directories(tmp_path / "other"))
-    assert refused.startswith(f"PermissionDenied: cannot create a store at {tmp_path}/other")
-    # The owner and mode of what a store is made of keep everyone else out.
-    store.chmod(0o755)
-    (store / "STORE.json").chmod(0o644)
-    assert as_nobody(lambda: layout.read(store)) == "nothing"
-    assert as_nobody(lambda: layout.write(store, RECORD)).startswith("PermissionDenied")

@@ -140,6 +140,21 @@ def test_a_second_lock_in_the_same_process_is_refused(tmp_path: Path) -> None:
     second.release()
 
 
+def test_a_refused_lock_gives_its_descriptor_back(tmp_path: Path) -> None:
+    holder = Lock(tmp_path)
+    holder.acquire(exclusive=True)
+    before = len(os.listdir("/proc/self/fd"))
+    refused = Lock(tmp_path)
+    for exclusive in (True, False):
+        with pytest.raises(StoreLocked):
+            refused.acquire(exclusive)
+        assert len(os.listdir("/proc/self/fd")) == before
+    holder.release()
+    assert len(os.listdir("/proc/self/fd")) == before - 1
+    refused.acquire(exclusive=True)
+    refused.release()
+
+
 def test_readers_write_nothing(tmp_path: Path) -> None:
     (tmp_path / "lock").write_text("12 left behind\n")
     lock = Lock(tmp_path)
