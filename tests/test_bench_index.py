@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -14,11 +13,12 @@ from kvstore.columns import U32, Bools
 from kvstore.errors import UsageError
 from kvstore.index import Index
 from kvstore.keys import KeyArray
+from tests.command import run_command
 
 
-def test_every_structure_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    bench.main(["--blocks", "20000", "--trials", "2", "--seed", "3", "--json"])
-    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+def test_every_structure_is_measured() -> None:
+    ran = run_command("bench", "index", "--blocks", "20000", "--trials", "2", "--json")
+    result: dict[str, Any] = ran.json()
     assert (result["blocks"], result["trials"], result["bars"]) == (20_000, 2, [])
     measured: dict[str, set[str]] = {}
     for row in result["rows"] + result["load"]:

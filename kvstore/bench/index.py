@@ -9,7 +9,6 @@ run: an early published table of this kind timed look-ups in an index that was e
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import platform
@@ -392,19 +391,3 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         for bar in result["bars"]
     ]
     return [head, *render.table(HEAD, table(result)), *bars]
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the bench by itself: ``python -m kvstore.bench.index [--blocks N] [--json]``."""
-    parser = argparse.ArgumentParser(prog="python -m kvstore.bench.index", description=run.__doc__)
-    parser.add_argument("--blocks", type=int, default=1_000_000)
-    parser.add_argument("--trials", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=20)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(arguments)
-    result = run(options.blocks, options.trials, options.seed)
-    render.Output(json=options.json).result(result, lines(result))
-
-
-if __name__ == "__main__":
-    main()

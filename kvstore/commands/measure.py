@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @click.group(
     cls=Group,
-    example="kvstore bench demo",
+    example="kvstore bench demo\nkvstore bench index",
     exits=(0, 1, 2, 130),
 )
 def bench() -> None:
@@ -98,3 +98,37 @@ def _demo_lines(report: Report) -> Iterator[str]:
     )
     yield f"stopped by SIGTERM: exit code {report.exit_code}"
     yield f"the whole took {render.duration(report.seconds['whole'])}"
+
+
+@bench.command(
+    cls=Command,
+    example="kvstore bench index\nkvstore bench index --blocks 100000 --trials 3 --json",
+    exits={
+        0: "every answer was right; the limits met and not met are listed",
+        1: "an answer was wrong",
+        2: "",
+        130: "",
+    },
+)
+@click.option(
+    "--blocks",
+    type=click.IntRange(1000, 20_000_000),
+    default=1_000_000,
+    show_default=True,
+    help="Blocks in the index.",
+)
+@click.option(
+    "--trials",
+    type=click.IntRange(1, 100),
+    default=5,
+    show_default=True,
+    help="Runs, each with fresh keys.",
+)
+@click.option("--seed", type=int, default=20, show_default=True, help="Of keys and load.")
+@click.pass_obj
+def index(call: Call, blocks: int, trials: int, seed: int) -> None:
+    """Time the index beside dict, OrderedDict and LMDB: single operations and a realistic load."""
+    from kvstore.bench import index as measured
+
+    result = measured.run(blocks, trials, seed)
+    call.output.result(result, measured.lines(result))
