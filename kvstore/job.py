@@ -59,3 +59,17 @@ class Job(ABC):
         watchers, self._watchers = self._watchers, []
         for callback in watchers:
             callback()
+
+
+class Step(Job):
+    """One step of a longer work: ``act`` in a worker, then ``after`` on the owner thread."""
+
+    def __init__(self, act: Callable[[], None], after: Callable[[Step], None]) -> None:
+        super().__init__()
+        self._act, self._after = act, after
+
+    def run(self) -> None:
+        self._act()
+
+    def finish(self) -> None:
+        self._after(self)

@@ -23,6 +23,7 @@ from kvstore.check import Quarantine
 from kvstore.core import Core
 from kvstore.errors import ConfigError, StoreFull, StoreNotFound
 from kvstore.index import UNSYNCED, Index, Rows
+from kvstore.job import Step
 from kvstore.journal import Journal
 from kvstore.keys import DEFAULT_NAMESPACE, named
 from kvstore.namespaces import Namespaces
@@ -31,7 +32,7 @@ from kvstore.removal import choose_victims, evict
 from kvstore.slab import Slab
 from kvstore.space import Space, check_capacity, default_floor, quarantine_limit
 from kvstore.store import Store
-from kvstore.upkeep import DeleteLeftovers, Step
+from kvstore.upkeep import DeleteLeftovers
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,9 +17,9 @@ from kvstore import events, versions
 from kvstore.backends.base import Blocks, Scanned
 from kvstore.check import is_whole
 from kvstore.index import DISK, GHOST, NONE, WRITING
+from kvstore.job import Step
 from kvstore.keys import space_number
 from kvstore.removal import discard, retire
-from kvstore.upkeep import Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable

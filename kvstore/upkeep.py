@@ -10,7 +10,7 @@ import numpy as np
 from kvstore import events, versions
 from kvstore.checkpoint import CheckpointWriter, remove_before
 from kvstore.index import DISK, GHOST
-from kvstore.job import Job
+from kvstore.job import Job, Step
 from kvstore.removal import choose_victims, evict
 
 if TYPE_CHECKING:
@@ -91,20 +91,6 @@ class DeleteLeftovers(Job):
         """Forget them; those that could not be deleted go into the next checkpoint instead."""
         if self.failure is None:
             self._core.leftovers = None
-
-
-class Step(Job):
-    """One step of a longer work: ``act`` in a worker, then ``after`` on the owner thread."""
-
-    def __init__(self, act: Callable[[], None], after: Callable[[Step], None]) -> None:
-        super().__init__()
-        self._act, self._after = act, after
-
-    def run(self) -> None:
-        self._act()
-
-    def finish(self) -> None:
-        self._after(self)
 
 
 class Checkpoint:
