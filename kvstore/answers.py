@@ -29,3 +29,9 @@ class BlockStatus(IntEnum):
     CONFLICT = 4
     """A put of a known key with another length; the old block is kept."""
     FAILED = 5
+    MISMATCH = 6
+    """What arrived is not what the sender's checksum says."""
+    TOO_LARGE = 7
+    """The block is longer than the room given for it; its length is in the reply."""
+    BUSY = 8
+    """No room in the daemon's memory now; to be repeated."""

@@ -19,6 +19,7 @@
     ├── StoreExists             1   a store or foreign files are already there
     ├── KeyConflict             1   same key, another length
     ├── Busy                    1   no buffer free now; try again
+    ├── Cancelled               1   the request was cancelled by its client
     ├── ReadOnly                1   the store takes no writes at present
     ├── PermissionDenied        1   the operating system refuses access
     ├── EngineError             1   an engine or its library failed
@@ -106,6 +107,10 @@ class KeyConflict(KVStoreError):
 
 
 class Busy(KVStoreError):
+    pass
+
+
+class Cancelled(KVStoreError):
     pass
 
 

@@ -1,34 +1,55 @@
-"""Frames on the socket between a client and the daemon.
+"""Frames between a client and the daemon: their bytes, the same for both sides.
 
-Every frame is a 32-byte little-endian header, then ``meta_bytes`` of metadata, then
-``payload_bytes`` of block payloads, back to back and unpadded:
+docs/protocol.md describes them for writers of clients in other languages. In short: a frame is a
+40-byte little-endian header, then ``meta_bytes`` of metadata, then ``payload_bytes`` of block
+payloads, back to back and unpadded.
 
-====== ==== =====================================================================
-offset type meaning
-====== ==== =====================================================================
-0      u32  meta_bytes, at most 16 MiB
+====== ==== ======================================================================
+offset type header field
+====== ==== ======================================================================
+0      4s   magic ``KVF1``
 4      u8   operation (:class:`Op`); a reply repeats it
 5      u8   flags (:class:`Flag`)
-6      u16  namespace handle of this connection; 0 = the namespace ``default``
-8      u32  request id, chosen by the client; a reply repeats it
-12     u16  shard
-14     u8   key length, bytes
-15     u8   acknowledgement level asked for (:class:`Ack`)
-16     u32  count of blocks in this frame
-20     u32  deadline, milliseconds from now; 0 = none
-24     u64  payload_bytes
-====== ==== =====================================================================
+6      u16  header length, at least 40; what comes after the 40th byte is skipped
+8      u64  request id, chosen by the client, unique on its connection; replies repeat it
+16     u16  namespace handle of this connection; 0 = the namespace ``default``
+18     u16  shard
+20     u8   key length, bytes
+21     u8   PUT: acknowledgement level (:class:`~kvstore.answers.Ack`)
+22     u16  region of this connection that holds the blocks; 0 = they travel in the payload
+24     u32  count of blocks in this frame
+28     u32  deadline in milliseconds from now; 0 = the daemon's own limit
+32     u32  meta_bytes, at most 16 MiB
+36     u32  payload_bytes, at most 64 MiB
+====== ==== ======================================================================
 
-Metadata by operation (n = count, k = key length):
+Metadata, in this order (n = count, k = key length, short = u8 length + bytes):
 
-* PUT request: keys n*k, lengths u32*n, first parent (u8 length + bytes), label (u8 length +
-  UTF-8). Payload: the blocks. Reply: status u8*n.
-* GET request: keys n*k. Replies, in order, each for the next ``count`` keys, all but the last with
-  the flag MORE: status u8*count, lengths u32*count (0 unless OK), checksums u64*count. Payload: the
-  blocks that are OK.
-* CONTAINS request: keys n*k. Reply: u8*n; with the flag PREFIX, one u32.
-* DELETE request: keys n*k. Reply: status u8*n.
-* ADMIN: JSON in both directions.
+========== ================================================================================
+HELLO      JSON both ways; the reply on a Unix socket carries a pidfd of the daemon
+NAMESPACE  JSON ``{"record", "create"}``; reply ``{"handle", "id", "key_length"}``
+REGISTER   JSON ``{"bytes"}``, one memfd attached; reply ``{"region"}``
+UNREGISTER nothing (region in the header)
+PUT        keys n*k, lengths u32*n, offsets u64*n if a region is named, checksums u64*n with the
+           flag CHECKSUM, first parent short, label short, hints short (empty or JSON
+           ``{"session", "end_of_session", "priority"}``, all optional).
+           Reply: status u8*n
+GET        keys n*k; with a region offsets u64*n and capacities u32*n. Replies: each for the next
+           ``count`` keys, all but the last with MORE: status u8*count, lengths u32*count,
+           checksums u64*count. One reply, after the last block, when a region is named
+STREAM_GET as GET, but a reply as soon as the next blocks in order are there, with a region too
+CONTAINS   keys n*k, lease u32 ms (0 = none). Reply: u8*n; with the flag PREFIX one u32
+TOUCH      keys n*k. Reply: nothing
+DELETE     keys n*k. Reply: status u8*n
+PIN        keys n*k, seconds u32. Reply: status u8*n.  UNPIN: keys n*k. Reply: status u8*n
+FLUSH      nothing. Reply: JSON ``{"errors": [{"namespace", "shard", "key", "reason"}]}``
+CANCEL     request id u64. Reply: nothing, after the daemon's last access for that request, which
+           is answered before with ERROR Cancelled unless it had been answered. Ends a SUBSCRIBE too
+SUBSCRIBE  nothing (namespace in the header). Reply: u64 next sequence number
+EVENT      from the daemon, request id of the SUBSCRIBE: first sequence number u64, kinds u8*n
+           (:class:`Event`), keys n*k; with the flag GAP some were lost before the first one
+ADMIN      JSON both ways
+========== ================================================================================
 
 A failed request is answered by the flag ERROR and JSON ``{"error", "message", "hint", "code"}``.
 
@@ -49,15 +70,22 @@ from kvstore import errors
 from kvstore.answers import Ack
 from kvstore.keys import MAX_BLOCK_BYTES, MAX_KEY_BYTES, KeyArray
 
-HEADER = struct.Struct("<IBBHIHBBIIQ")
+VERSION = 1
+MAGIC = b"KVF1"
+HEADER = struct.Struct("<4sBBHQHHBBHIIII")
 HEADER_BYTES = HEADER.size
+MAX_HEADER_BYTES = 1024
 MAX_META_BYTES = 16 << 20
 MAX_ADMIN_BYTES = 128 << 10
-"""JSON is parsed by the thread that serves everybody."""
+"""JSON in requests is parsed by the thread that serves everybody. Replies may be longer."""
 MAX_PAYLOAD_BYTES = MAX_BLOCK_BYTES
 """At most this many payload bytes in one frame; a client splits larger batches."""
 MAX_KEYS = 65_536
+MAX_REGION_BYTES = 256 << 20
 DEFAULT_HANDLE = 0
+INLINE = 0
+"""The region number that means: blocks travel in the payload."""
+DEFAULT_LEASE_MS = 5000
 
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
@@ -67,11 +95,27 @@ U64_LE = np.dtype("<u8")
 
 
 class Op(IntEnum):
-    PUT = 1
-    GET = 2
-    CONTAINS = 3
-    DELETE = 4
-    ADMIN = 5
+    HELLO = 1
+    NAMESPACE = 2
+    REGISTER = 3
+    UNREGISTER = 4
+    PUT = 5
+    GET = 6
+    STREAM_GET = 7
+    CONTAINS = 8
+    TOUCH = 9
+    DELETE = 10
+    PIN = 11
+    UNPIN = 12
+    FLUSH = 13
+    CANCEL = 14
+    SUBSCRIBE = 15
+    EVENT = 16
+    ADMIN = 17
+
+
+JSON_OPS = frozenset({Op.HELLO, Op.NAMESPACE, Op.REGISTER, Op.ADMIN})
+"""Operations whose requests carry JSON."""
 
 
 class Flag(IntFlag):
@@ -81,6 +125,17 @@ class Flag(IntFlag):
     """PUT: each block is the parent of the next one in the batch."""
     PREFIX = 8
     """CONTAINS: answer with the length of the longest unbroken run from the first key."""
+    OVERWRITE = 16
+    """PUT: a known key gets a new version."""
+    CHECKSUM = 32
+    """PUT: xxh3-64 of each payload follows; the daemon refuses a block that does not match."""
+    GAP = 64
+    """EVENT: events before the first one of this frame were lost."""
+
+
+class Event(IntEnum):
+    STORED = 1
+    REMOVED = 2
 
 
 @dataclass(frozen=True)
@@ -89,49 +144,57 @@ class Frame:
 
     op: int
     flags: int = 0
-    handle: int = DEFAULT_HANDLE
     request: int = 0
+    handle: int = DEFAULT_HANDLE
     shard: int = 0
     key_length: int = 0
     ack: int = Ack.ACCEPTED
+    region: int = INLINE
     count: int = 0
     deadline_ms: int = 0
     meta_bytes: int = 0
     payload_bytes: int = 0
+    header_bytes: int = HEADER_BYTES
 
     def pack(self) -> bytes:
         return HEADER.pack(
-            self.meta_bytes,
+            MAGIC,
             self.op,
             self.flags,
-            self.handle,
+            HEADER_BYTES,
             self.request,
+            self.handle,
             self.shard,
             self.key_length,
             self.ack,
+            self.region,
             self.count,
             self.deadline_ms,
+            self.meta_bytes,
             self.payload_bytes,
         )
 
 
-def unpack(buffer: bytes | bytearray | memoryview) -> Frame:
-    """Decode and bound a header. Raises ProtocolError before anything is allocated for it."""
-    meta, op, flags, handle, request, shard, key_length, ack, count, deadline, payload = (
-        HEADER.unpack(buffer)
-    )
-    if meta > MAX_META_BYTES or payload > MAX_PAYLOAD_BYTES or count > MAX_KEYS:
+def unpack(buffer: bytes | bytearray | memoryview, *, reply: bool = False) -> Frame:
+    """Decode and bound the first 40 bytes of a header; a client reads a ``reply``.
+
+    Raises ProtocolError before anything is allocated for the frame. Whether the operation is known
+    is for the caller to say, who can then still skip the frame.
+    """
+    magic, op, flags, size, *fields = HEADER.unpack(buffer)
+    if magic != MAGIC:
+        raise errors.ProtocolError("these bytes are no frame", "speak the protocol of kvstore")
+    if not HEADER_BYTES <= size <= MAX_HEADER_BYTES:
+        raise errors.ProtocolError(f"a header of {size} bytes", f"send {HEADER_BYTES}")
+    frame = Frame(op, flags, *fields, header_bytes=size)
+    limit = MAX_ADMIN_BYTES if op in JSON_OPS and not reply else MAX_META_BYTES
+    meta, payload = frame.meta_bytes, frame.payload_bytes
+    if meta > limit or payload > MAX_PAYLOAD_BYTES or frame.count > MAX_KEYS:
         raise errors.ProtocolError(
-            f"a frame of {count} keys, {meta} bytes of metadata and {payload} of payload",
-            f"send at most {MAX_KEYS} keys, {MAX_META_BYTES} and {MAX_PAYLOAD_BYTES} bytes",
+            f"a frame of {frame.count} keys, {meta} bytes of metadata and {payload} of payload",
+            f"send at most {MAX_KEYS} keys, {limit} and {MAX_PAYLOAD_BYTES} bytes",
         )
-    if op == Op.ADMIN and meta > MAX_ADMIN_BYTES:
-        raise errors.ProtocolError(
-            f"an administrative request of {meta} bytes", f"send at most {MAX_ADMIN_BYTES}"
-        )
-    if op not in Op._value2member_map_:
-        raise errors.ProtocolError(f"operation {op} is unknown", "use the matching client version")
-    return Frame(op, flags, handle, request, shard, key_length, ack, count, deadline, meta, payload)
+    return frame
 
 
 class Meta:
