@@ -138,6 +138,12 @@ class Event(IntEnum):
     REMOVED = 2
 
 
+_FIELDS = (
+    *("request", "handle", "shard", "key_length", "ack", "region"),
+    *("count", "deadline_ms", "meta_bytes", "payload_bytes"),
+)
+
+
 @dataclass(frozen=True)
 class Frame:
     """The header of a frame, decoded."""
@@ -182,11 +188,12 @@ def unpack(buffer: bytes | bytearray | memoryview, *, reply: bool = False) -> Fr
     is for the caller to say, who can then still skip the frame.
     """
     magic, op, flags, size, *fields = HEADER.unpack(buffer)
+    values = dict(zip(_FIELDS, fields, strict=True))
     if magic != MAGIC:
         raise errors.ProtocolError("these bytes are no frame", "speak the protocol of kvstore")
     if not HEADER_BYTES <= size <= MAX_HEADER_BYTES:
         raise errors.ProtocolError(f"a header of {size} bytes", f"send {HEADER_BYTES}")
-    frame = Frame(op, flags, *fields, header_bytes=size)
+    frame = Frame(op, flags, header_bytes=size, **values)
     limit = MAX_ADMIN_BYTES if op in JSON_OPS and not reply else MAX_META_BYTES
     meta, payload = frame.meta_bytes, frame.payload_bytes
     if meta > limit or payload > MAX_PAYLOAD_BYTES or frame.count > MAX_KEYS:
