@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.errors import InvalidKey, KVStoreError
-from kvstore.index import DURABLE, GHOST, Index
+from kvstore.index import DIRTY, DISK, DURABLE, GHOST, MEM, Index
 from kvstore.metrics import Counters
 from kvstore.space import Space, Usage
 
@@ -23,21 +23,30 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from kvstore.backends.base import U32, U64, Engine, Stats
+    from kvstore.backends.base import U8, U32, U64, Engine, Stats
     from kvstore.check import Quarantine
     from kvstore.events import Records
     from kvstore.eviction import Policy
     from kvstore.job import Job
     from kvstore.journal import Journal
+    from kvstore.keys import KeyArray
     from kvstore.layout import StoreRecord
     from kvstore.namespaces import Namespace, Namespaces
     from kvstore.put import Put
     from kvstore.reconcile import Reconcile
     from kvstore.removal import Removal
     from kvstore.slab import Slab
+    from kvstore.tier import Tier
+    from kvstore.writer import Writer
+
+    Watcher = Callable[[int, U8, KeyArray], None]
+    """Called with the sequence number of the first event, kinds (STORED, REMOVED) and keys."""
 
 log = logging.getLogger(__name__)
 
+STORED = 1
+REMOVED = 2
+"""Kinds of events, as on the wire."""
 MAX_ANCESTORS = 4096
 """Ancestors that one use touches at most: a bound on the owner thread's time."""
 
@@ -94,7 +103,9 @@ class Core:
     space: Space
     namespaces: Namespaces
     quarantine: Quarantine
-    slab: Slab
+    bounce: Slab
+    """Memory for blocks that pass by the memory tier."""
+    tier: Tier
     clock: Clock = field(default_factory=Clock)
     counters: Counters = field(default_factory=Counters)
     coming: int = 0
@@ -123,11 +134,16 @@ class Core:
     stuck: list[Removal] = field(default_factory=list)
     key_lengths: dict[int, int] = field(default_factory=dict)
     """Length of the keys by number of the namespace: what its rows have, or its first put gave."""
+    watchers: dict[int, list[Watcher]] = field(default_factory=dict)
+    """Who wants to hear of stored and removed blocks, by number of the namespace."""
+    sequences: dict[int, int] = field(default_factory=dict)
+    """The next event's number, by number of the namespace."""
     writing: dict[int, Put] = field(default_factory=dict)
     chores: deque[Job] = field(default_factory=deque)
     active: set[Job] = field(default_factory=set)
     touched: list[U32] = field(default_factory=list)
     _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
+    writer: Writer = field(init=False)
     generation: int = 0
     """The highest given to any version so far."""
     _measured: Measured | None = None
@@ -172,10 +188,11 @@ class Core:
 
     def covered_generation(self) -> int:
         """Return the generation up to which every version has been written or given up."""
-        if not self.writing:
-            return self.generation
-        rows = np.fromiter(self.writing, np.uint32, len(self.writing))
-        return int(self.index.generations[rows].min()) - 1
+        oldest = self.writer.oldest_generation
+        if self.writing:
+            rows = np.fromiter(self.writing, np.uint32, len(self.writing))
+            oldest = min(oldest, int(self.index.generations[rows].min()))
+        return min(self.generation, oldest - 1)
 
     def note_durable(self, rows: U32) -> None:
         """Remember that these rows have been synced one by one."""
@@ -203,6 +220,53 @@ class Core:
             self.index.touch(line, self.clock.micros())
             if not self.read_only:
                 self.touched.append(line)
+
+    def leave_memory(self, rows: U32) -> None:
+        """Note that the memory tier gave up its copies (called by the tier).
+
+        Blocks that the disk refused are nowhere else: they are gone.
+        """
+        index = self.index
+        index.clear_flags(rows, MEM)
+        lost = rows[(index.flags[rows] & (DISK | DIRTY)) == 0]
+        if len(lost):
+            self.publish_removed(lost)
+            index.free(index.remove(lost))
+
+    def forget_copies(self, rows: U32, generations: U64) -> None:
+        """Drop damaged copies in memory of blocks that are on disk too."""
+        rows = np.unique(rows[self.index.holds(rows, generations)])
+        if not len(rows):
+            return
+        log.error("%d blocks were damaged in memory; their copies on disk are kept", len(rows))
+        self.counters.memory_errors += len(rows)
+        self.tier.drop(rows)
+        self.index.clear_flags(rows, MEM)
+
+    # -- events -----------------------------------------------------------------------------------
+
+    def publish_stored(self, rows: U32) -> None:
+        """Tell watchers that blocks can be read."""
+        self._publish(rows, stored=True)
+
+    def publish_removed(self, rows: U32) -> None:
+        """Tell watchers that blocks can be read no more."""
+        self._publish(rows[self.index.readable(rows)], stored=False)
+
+    def _publish(self, rows: U32, *, stored: bool) -> None:
+        """Number the events of each namespace, whether somebody watches or not: a client that comes
+        back sees by the number whether it missed some."""
+        numbers = self.index.spaces[rows] >> 16
+        for number in np.unique(numbers).tolist():
+            mine = rows[numbers == number]
+            first = self.sequences.get(number, 1)
+            self.sequences[number] = first + len(mine)
+            watchers = list(self.watchers.get(number, ()))
+            if watchers:
+                keys = self.index.keys_of(mine)
+                kinds = np.full(len(mine), STORED if stored else REMOVED, np.uint8)
+                for watcher in watchers:
+                    watcher(first, kinds, keys)
 
     def release(self, rows: U32, generations: U64) -> None:
         """Give references back, to the row or to the version that has left it since."""

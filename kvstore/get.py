@@ -1,9 +1,9 @@
-"""A get: from keys to verified record images in the slab.
+"""A get: from keys to verified blocks, out of the memory tier or off the disk.
 
-The index answers which blocks we hold; references keep them in place while a worker reads. Each
-image is verified right after it was read, while it is still in the processor's cache, against the
-identity that the index expects: a flipped bit, another block's record or an older version is a
-miss.
+The index answers which blocks we hold; references keep them in place while a worker copies and
+reads. Each image is verified against the identity that the index expects, memory hits too: a
+flipped bit, another block's record or an older version is a miss. What came off the disk stays in
+memory where there is room.
 """
 
 from __future__ import annotations
@@ -14,35 +14,48 @@ import numpy as np
 
 from kvstore import record
 from kvstore.answers import BlockStatus
-from kvstore.backends.base import U8, U32, U64, Blocks, Status
-from kvstore.index import DISK, UNSYNCED
+from kvstore.backends.base import Blocks, Status
+from kvstore.errors import Busy
+from kvstore.index import DISK, MEM, UNSYNCED
 from kvstore.job import Job
 from kvstore.keys import KeyArray, space_number
 from kvstore.record import Verdict
 from kvstore.removal import discard
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.backends.base import U8, U32, U64
     from kvstore.core import Core
     from kvstore.namespaces import Namespace
+    from kvstore.slab import Extent
 
 _PIECE_BYTES = 4 << 20
-"""Read and verify in pieces of about this size, so that what was read is verified from cache."""
+"""Read, verify and copy in pieces of about this size, while they are in the processor's cache."""
 
 
 class Get(Job):
     """Reads the first ``count`` of ``keys``: what fits ``budget`` bytes of images, at least one.
 
-    After ``finish``: ``statuses`` u8 (OK or MISS), ``lengths`` u32 and ``checksums`` u64 (0 for
-    misses), and :meth:`payload`. The caller calls :meth:`close` when it has used the payloads.
-    Raises Busy when the slab has no room now.
+    With ``targets``, one for each key, every verified payload is also copied there. After
+    ``finish``: ``statuses`` u8 (OK, MISS or TOO_LARGE), ``lengths`` u32 and ``checksums`` u64 (0
+    for misses), and :meth:`payload`. The caller calls :meth:`close` when it is done with the
+    payloads. Raises Busy when memory has no room now.
     """
 
     def __init__(
-        self, core: Core, namespace: Namespace, shard: int, keys: KeyArray, budget: int
+        self,
+        core: Core,
+        namespace: Namespace,
+        shard: int,
+        keys: KeyArray,
+        budget: int,
+        targets: Sequence[memoryview] | None = None,
     ) -> None:
         super().__init__()
         self._core = core
-        self._namespace, self._shard = namespace, shard
+        self._targets = targets
+        self._cancelled = False
         space = space_number(namespace.number, shard)
         rows = core.index.find(space, keys)
         readable = core.index.readable(rows)
@@ -51,83 +64,163 @@ class Get(Job):
         self.hits = np.flatnonzero(readable[: self.count])
         self._rows: U32 = rows[self.hits]
         self._sizes: U32 = sizes[self.hits].astype(np.uint32)
-        self._extents = core.slab.allocate(record.image_bytes_of(self._sizes).tolist())
-        core.index.acquire(self._rows)
+        self._generations: U64 = core.index.generations[self._rows]
         self._blocks = Blocks(
             namespace.id,
             shard,
             keys[self.hits],
             self._sizes,
-            core.index.generations[self._rows],
+            self._generations,
             core.index.places[self._rows],
         )
+        self._in_memory = (core.index.flags[self._rows] & MEM) != 0
+        self._images: list[memoryview] = [memoryview(b"")] * len(self.hits)
+        self._slots: U64 = np.zeros(0, np.uint64)
+        self._extents: list[Extent] = []
+        self._take_memory()
+        core.index.acquire(self._rows)
         self._verdicts: U8 = np.full(len(self.hits), Verdict.DAMAGED, np.uint8)
         self._reads: U8 = np.full(len(self.hits), Status.FAILED, np.uint8)
         self._sums: U64 = np.zeros(len(self.hits), np.uint64)
+        self._small = np.zeros(len(self.hits), np.bool_)
+
+    def _take_memory(self) -> None:
+        """Find images in memory; take room for the others, in the tier if there is any."""
+        core, inside = self._core, self._in_memory
+        # A hold on what is in memory comes before room is made, or it might leave for that.
+        core.index.acquire(self._rows[inside])
+        try:
+            self._place(np.flatnonzero(inside), core.tier.find(self._rows[inside]))
+            outside = np.flatnonzero(~inside)
+            sizes = record.image_bytes_of(self._sizes[outside])
+            kept = core.tier.fits(sizes)
+            try:
+                self._slots = core.tier.reserve(sizes[kept])
+            except Busy:
+                kept[:] = False
+            self._promoted = outside[kept]
+            self._place(self._promoted, self._slots)
+            passing = outside[~kept]
+            try:
+                self._extents = core.bounce.allocate(sizes[~kept].tolist())
+            except BaseException:
+                core.tier.give_back(self._slots)
+                raise
+            for number, extent in zip(passing.tolist(), self._extents, strict=True):
+                self._images[number] = extent.view
+        finally:
+            core.index.release(self._rows[inside])
+
+    def _place(self, numbers: np.ndarray, slots: U64) -> None:
+        views = self._core.tier.views(slots, self._sizes[numbers])
+        for number, view in zip(numbers.tolist(), views, strict=True):
+            self._images[number] = view
+
+    def cancel(self) -> None:
+        """Do no more than the piece under way; what was not reached is a miss."""
+        self._cancelled = True
+
+    # -- run: in a worker -------------------------------------------------------------------------
 
     def run(self) -> None:
         ends = np.cumsum(record.image_bytes_of(self._sizes), dtype=np.int64)
         start = 0
-        while start < len(ends):
+        while start < len(ends) and not self._cancelled:
             base = int(ends[start - 1]) if start else 0
             stop = max(start + 1, int(np.searchsorted(ends, base + _PIECE_BYTES, "right")))
-            self._read(slice(start, stop))
+            self._fetch(np.arange(start, stop))
+            for number in range(start, stop):
+                self._verify(number)
             start = stop
 
-    def _read(self, part: slice) -> None:
-        images = [extent.view for extent in self._extents[part]]
-        blocks = self._blocks.take(part)
-        result = self._core.engine.get_many_into(blocks, images)
-        self._reads[part] = result.statuses
-        generations, lengths = blocks.generations.tolist(), blocks.lengths.tolist()
-        for number, image in enumerate(images):
-            if result.statuses[number] in (Status.OK, Status.DAMAGED):
-                verdict, checksum, _ = record.judge(
-                    image,
-                    int(result.filled[number]),
-                    store=self._core.uuid,
-                    namespace=blocks.namespace,
-                    shard=blocks.shard,
-                    key=blocks.keys[number].tobytes(),
-                    generation=generations[number],
-                    length=lengths[number],
+    def _fetch(self, numbers: np.ndarray) -> None:
+        """Read what is not in memory already."""
+        self._reads[numbers] = Status.OK
+        filled = record.image_bytes_of(self._sizes[numbers]).astype(np.uint32)
+        self._filled = dict(zip(numbers.tolist(), filled.tolist(), strict=True))
+        absent = numbers[~self._in_memory[numbers]]
+        if not len(absent):
+            return
+        images = [self._images[number] for number in absent.tolist()]
+        result = self._core.engine.get_many_into(self._blocks.take(absent), images)
+        self._reads[absent] = result.statuses
+        self._filled.update(zip(absent.tolist(), result.filled.tolist(), strict=True))
+
+    def _verify(self, number: int) -> None:
+        """Judge one image; copy its payload where it is wanted."""
+        if self._reads[number] not in (Status.OK, Status.DAMAGED):
+            return
+        blocks, image, length = self._blocks, self._images[number], int(self._sizes[number])
+        verdict, checksum, _ = record.judge(
+            image,
+            self._filled[number],
+            store=self._core.uuid,
+            namespace=blocks.namespace,
+            shard=blocks.shard,
+            key=blocks.keys[number].tobytes(),
+            generation=int(self._generations[number]),
+            length=length,
+        )
+        self._verdicts[number], self._sums[number] = verdict, checksum
+        if verdict == Verdict.OK and self._targets is not None:
+            target = self._targets[int(self.hits[number])]
+            self._small[number] = len(target) < length
+            if not self._small[number]:
+                payload = image[record.HEADER_PAGE : record.HEADER_PAGE + length]
+                np.copyto(
+                    np.frombuffer(target[:length], np.uint8), np.frombuffer(payload, np.uint8)
                 )
-                self._verdicts[part.start + number] = verdict
-                self._sums[part.start + number] = checksum
+
+    # -- finish: on the owner thread --------------------------------------------------------------
 
     def finish(self) -> None:
         core = self._core
         good = (self._reads == Status.OK) & (self._verdicts == Verdict.OK)
-        core.touch(self._rows[good])
+        same = core.index.holds(self._rows, self._generations)
+        core.touch(self._rows[good & same])
         if core.doubt:
-            core.index.clear_flags(self._rows[good & self._still_there()], UNSYNCED)
-        core.release(self._rows, self._blocks.generations)
+            core.index.clear_flags(self._rows[good & same], UNSYNCED)
+        self._promote(good & same)
         self.statuses: U8 = np.full(self.count, BlockStatus.MISS, np.uint8)
         self.lengths: U32 = np.zeros(self.count, np.uint32)
         self.checksums: U64 = np.zeros(self.count, np.uint64)
         kept = self.hits[good]
         self.statuses[kept] = BlockStatus.OK
+        self.statuses[self.hits[good & self._small]] = BlockStatus.TOO_LARGE
         self.lengths[kept] = self._sizes[good]
         self.checksums[kept] = self._sums[good]
         core.counters.hits += len(kept)
+        core.counters.memory_hits += int((good & self._in_memory).sum())
         core.counters.misses += self.count - len(kept)
         core.counters.read_bytes += int(self._sizes[good].sum())
-        self._discard(~good)
+        if not self._cancelled:
+            self._discard(~good)
 
-    def _still_there(self) -> np.ndarray:
-        """Tell which rows still hold the version that was read."""
-        index = self._core.index
-        same: np.ndarray = index.generations[self._rows] == self._blocks.generations
-        same &= (index.flags[self._rows] & DISK) != 0
-        return same
+    def _promote(self, good: np.ndarray) -> None:
+        """Keep in memory what was read off the disk, unless somebody else did meanwhile."""
+        core, numbers = self._core, self._promoted
+        rows = self._rows[numbers]
+        flags = core.index.flags[rows]
+        keep = good[numbers] & ((flags & MEM) == 0) & ((flags & DISK) != 0)
+        _, first = np.unique(rows, return_index=True)
+        once = np.zeros(len(rows), np.bool_)
+        once[first] = True
+        keep &= once
+        core.tier.keep(rows[keep], self._slots[keep])
+        core.index.set_flags(rows[keep], MEM)
+        self._slots = self._slots[~keep]
 
     def _discard(self, bad: np.ndarray) -> None:
         """Drop what is not there or not whole; a failed read drops nothing."""
-        core = self._core
-        core.counters.read_errors += int((self._reads == Status.FAILED).sum())
-        rows, generations = self._rows, self._blocks.generations
-        missing = bad & (self._reads == Status.MISSING)
-        read = bad & (self._reads != Status.MISSING) & (self._reads != Status.FAILED)
+        core, reads = self._core, self._reads
+        core.counters.read_errors += int((reads == Status.FAILED).sum())
+        rows, generations = self._rows, self._generations
+        missing = bad & (reads == Status.MISSING)
+        read = bad & (reads != Status.MISSING) & (reads != Status.FAILED)
+        # Bits that flipped in memory say nothing about the disk: only the copy goes.
+        flipped = read & self._in_memory & ((core.index.flags[rows] & DISK) != 0)
+        core.forget_copies(rows[flipped], generations[flipped])
+        read &= ~flipped
         stale = read & (self._verdicts == Verdict.STALE)
         discard(core, rows[missing], generations[missing], "missing")
         discard(core, rows[stale], generations[stale], "stale")
@@ -137,12 +230,17 @@ class Get(Job):
         """Return the payload of the block at ``position``, which must be OK; no copy."""
         number = int(np.searchsorted(self.hits, position))
         length = int(self._sizes[number])
-        return self._extents[number].view[record.HEADER_PAGE : record.HEADER_PAGE + length]
+        return self._images[number][record.HEADER_PAGE : record.HEADER_PAGE + length]
 
     def close(self) -> None:
-        """Give the slab its room back. May be called twice."""
-        extents, self._extents = self._extents, []
-        self._core.slab.release(extents)
+        """Give references and memory back. May be called twice."""
+        core = self._core
+        rows, self._rows = self._rows, self._rows[:0]
+        if len(rows):
+            core.release(rows, self._generations)
+        core.tier.give_back(self._slots)
+        core.bounce.release(self._extents)
+        self._slots, self._extents = self._slots[:0], []
 
 
 def _fitting(sizes: np.ndarray, readable: np.ndarray, budget: int) -> int:

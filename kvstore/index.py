@@ -221,15 +221,47 @@ class Index(RowView):
         self._drop_bare_ghosts(parents[parents != NONE])
         return dropped
 
-    def commit(self, rows: U32, places: U64) -> Bools:
-        """Take rows from WRITING to DISK; return False where the row was removed meanwhile."""
+    def fill(self, rows: U32) -> None:
+        """Take rows from WRITING to MEM and DIRTY: readable, not in the engine yet."""
+        if np.any(self._columns.flags[rows] != WRITING):
+            raise ValueError("only rows being written can be filled")
+        self._columns.flags[rows] = MEM | DIRTY
+
+    def holds(self, rows: U32, generations: U64) -> Bools:
+        """Tell which rows still hold the version of that generation."""
         columns = self._columns
-        there: Bools = columns.flags[rows] == WRITING
+        there: Bools = columns.generations[rows] == generations
+        there &= (columns.flags[rows] & np.uint8(HIDDEN | GHOST)) == 0
+        return there
+
+    def commit(self, rows: U32, generations: U64, places: U64) -> Bools:
+        """Take rows from WRITING or DIRTY to DISK; what is in memory stays there.
+
+        Returns False where the row was removed or given another version meanwhile.
+        """
+        columns = self._columns
+        there = self.holds(rows, generations)
+        there &= (columns.flags[rows] & np.uint8(WRITING | DIRTY)) != 0
         rows = rows[there]
-        columns.flags[rows] = DISK
+        columns.flags[rows] = columns.flags[rows] & np.uint8(MEM) | np.uint8(DISK)
         columns.places[rows] = places[there]
         self._account(rows, 1)
         return there
+
+    def replace(self, rows: U32, sizes: U32, generations: U64, places: U64) -> None:
+        """Give rows that the engine has another version, which the engine has too.
+
+        References and memory of the old version are the caller's to take first.
+        """
+        columns = self._columns
+        if np.any((columns.flags[rows] & np.uint8(DISK)) == 0) or columns.references[rows].any():
+            raise ValueError("only rows on disk, without references, can be replaced")
+        self._account(rows, -1)
+        self._holds.resize(rows, sizes)
+        columns.generations[rows] = generations
+        columns.places[rows] = places
+        columns.flags[rows] = DISK
+        self._account(rows, 1)
 
     def abort(self, rows: U32) -> None:
         """Take rows from WRITING back to absent, or to a ghost if they have children."""

@@ -10,6 +10,8 @@ class Counters:
     """Counts since the store was opened."""
 
     hits: int = 0
+    memory_hits: int = 0
+    """Of the hits, those that needed no disk."""
     misses: int = 0
     stored: int = 0
     already_present: int = 0
@@ -30,4 +32,6 @@ class Counters:
     """Torn by a power loss, written after the last sync: expected."""
     missing_blocks: int = 0
     """No record was found where the index had one."""
+    memory_errors: int = 0
+    """Copies in memory that failed verification: a fault of this machine's memory."""
     failed_jobs: int = 0

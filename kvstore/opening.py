@@ -32,7 +32,9 @@ from kvstore.removal import choose_victims, evict
 from kvstore.slab import Slab
 from kvstore.space import Space, check_capacity, default_floor, quarantine_limit
 from kvstore.store import Store
+from kvstore.tier import Tier
 from kvstore.upkeep import DeleteLeftovers
+from kvstore.writer import Writer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,7 +57,8 @@ _ENGINE_ALIASES = {"mmap": "superblock"}
 class Options:
     """How to open a store; None = what STORE.json says, or the default of a new store.
 
-    ``capacity`` and ``min_free`` in bytes. ``bounce_bytes`` is the memory for blocks in flight.
+    ``capacity`` and ``min_free`` in bytes. ``memory_bytes`` is the memory tier, ``bounce_bytes`` the
+    memory for blocks in flight that pass by it.
     """
 
     engine: str | None = None
@@ -63,6 +66,7 @@ class Options:
     min_free: int | None = None
     create: Literal["auto", "never"] = "auto"
     io: str = "auto"
+    memory_bytes: int = 0
     bounce_bytes: int = BOUNCE_BYTES
 
 
@@ -261,11 +265,13 @@ class Opening:
             floor = default_floor(found.f_blocks * found.f_frsize)
         capabilities = engine.capabilities
         policy = eviction.make("lru")
-        return Core(
+        index = Index(epoch=time.time(), policy=policy)
+        tier = Tier(self.options.memory_bytes, index)
+        core = Core(
             path=self.path,
             record=record,
             engine=engine,
-            index=Index(epoch=time.time(), policy=policy),
+            index=index,
             journal=self._journal(record, loaded),
             policy=policy,
             space=Space(
@@ -278,12 +284,16 @@ class Opening:
             quarantine=Quarantine(
                 self.path / layout.QUARANTINE, quarantine_limit(record.capacity_bytes)
             ),
-            slab=Slab(self.options.bounce_bytes),
+            bounce=Slab(self.options.bounce_bytes),
+            tier=tier,
             synced_generation=settled.synced,
             generation=max(record.opens << 32, settled.max_generation),
             checkpoint_bytes=loaded.checkpoint_bytes,
             journal_bytes_before=loaded.earlier_journal_bytes,
         )
+        core.writer = Writer(core)
+        tier.on_leave(core.leave_memory)
+        return core
 
     def _journal(self, record: StoreRecord, loaded: Loaded) -> Journal:
         """Go on with the journal, or begin a new one where the old one cannot be trusted."""

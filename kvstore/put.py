@@ -1,57 +1,59 @@
-"""A put: from complete record images to rows that can be read.
+"""A put: from a client's bytes to rows that can be read, and to an answer.
 
-Order of writes, and why. The victims' FREE records come first, then their bytes leave the disk, so
-the disk never holds more than it may. A BEGIN record in the journal precedes each record's bytes: a
-kill in between leaves a version that the next opening can name and remove without a scan. The PUT
-record follows the engine's commit, so the journal never promises bytes that are not there; the
-answer follows the PUT record, so what was acknowledged is found again.
+Payloads are copied into slots of our own and hashed there: what a client changes later is never
+written to disk. Blocks that find room in the memory tier can be read at once and are *dirty* until
+the writer (:mod:`kvstore.writer`) has brought them to the engine. Others, and new versions of known
+blocks, stay in the bounce slab and can be read when they are written. The put is answered when
+every block has reached the level asked for, or failed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvstore import events, record, versions
-from kvstore.answers import BlockStatus
-from kvstore.backends.base import U8, U32, U64, Status, Written
+from kvstore.answers import Ack, BlockStatus
 from kvstore.errors import InvalidKey, KVStoreError, ReadOnly
-from kvstore.index import DURABLE, GHOST, NONE
+from kvstore.index import DISK, DURABLE, GHOST, NONE
 from kvstore.job import Job
 from kvstore.keys import KeyArray, check_block_length, key_array, space_number
-from kvstore.removal import make_room
+from kvstore.writer import Entry, Waiter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from kvstore.backends.base import U8, U32, U64, Blocks
     from kvstore.core import Core
     from kvstore.namespaces import Namespace
-    from kvstore.removal import Removal
+    from kvstore.slab import Extent
 
-_ANSWER = np.full(256, BlockStatus.FAILED, np.uint8)
-_ANSWER[Status.OK] = BlockStatus.OK
-_ANSWER[Status.FULL] = BlockStatus.FULL
+Positions = np.ndarray
+"""Positions in the request, integers."""
 
 
 @dataclass(frozen=True, slots=True)
 class PutRequest:
     """Blocks of one namespace and shard: keys (n, key length), payload bytes u32 (n,).
 
-    With ``chain`` each block is the parent of the next; ``parent`` is that of the first block,
-    empty if it has none. ``durable`` asks for a sync before the answer.
+    ``level`` is what the answer waits for. With ``chain`` each block is the parent of the next;
+    ``parent`` is that of the first block, empty if it has none. With ``overwrite`` a known key gets
+    a new version. ``checksums`` are xxh3-64 of the payloads as the client saw them.
     """
 
     namespace: Namespace
     shard: int
     keys: KeyArray
     lengths: U32
-    durable: bool = False
+    level: Ack = Ack.ACCEPTED
     chain: bool = False
     parent: bytes = b""
     label: str = ""
-
+    overwrite: bool = False
+    checksums: U64 | None = None
     parents: tuple[bytes, ...] = ()
     """The parent of each block, empty for none; used instead of ``chain`` and ``parent``."""
 
@@ -69,66 +71,80 @@ class PutRequest:
             self,
             keys=self.keys[positions],
             lengths=self.lengths[positions],
+            checksums=None if self.checksums is None else self.checksums[positions],
             parents=tuple(self.parent_of(position) for position in positions),
         )
 
 
-class Put(Job):
+class Put(Job, Waiter):
     """Puts the blocks that are new; the others are answered from the index.
 
-    ``images`` hold the payloads at offset 4096; this job writes the header pages. ``statuses`` is
-    the answer per block (:class:`BlockStatus`). ``joined`` maps other puts under way, which write
-    some of the same keys, to the positions that wait for them.
+    ``sources`` are the payloads; they are read until the put is answered. ``statuses`` (one
+    :class:`BlockStatus` each) are final when it is. Raises Busy when memory has no room now, and
+    what :func:`check` refuses; then nothing was taken.
     """
 
-    def __init__(self, core: Core, request: PutRequest, images: Sequence[memoryview]) -> None:
-        super().__init__()
+    def __init__(self, core: Core, request: PutRequest, sources: Sequence[memoryview]) -> None:
+        Job.__init__(self)
         self.statuses: U8 = np.full(len(request.keys), BlockStatus.FAILED, np.uint8)
-        self.joined: dict[Put, list[int]] = {}
         self._core = core
         self._request = request
+        self._sources = sources
         self._space = space_number(request.namespace.number, request.shard)
-        self._rows: U32 = np.zeros(0, np.uint32)
+        self._open = np.ones(len(request.keys), np.bool_)
+        self._finished = False
+        self._answered: list[Callable[[], None]] = []
+        self._copies: dict[int, list[int]] = {}
+        self._flushed: list[int] = []
         self._held: U32 = np.zeros(0, np.uint32)
         self._held_generations: U64 = np.zeros(0, np.uint64)
-        self._removal: Removal | None = None
-        self._coming = 0
-        self._written: Written | None = None
-        self._needs_flush = False
+        self._batches: list[_Batch] = []
         check(core, request)
         try:
-            self._begin_with(images)
+            self._sort_out()
         except BaseException:
-            self._give_back()
-            core.index.abort(self._rows)
+            for batch in self._batches:
+                batch.undo()
+            core.release(self._held, self._held_generations)
             raise
+
+    def when_answered(self, callback: Callable[[], None]) -> None:
+        """Call back on the owner thread once ``statuses`` are final; at once if they are."""
+        if self._finished and not self._open.any():
+            callback()
+        else:
+            self._answered.append(callback)
 
     # -- begin: on the owner thread ---------------------------------------------------------------
 
-    def _begin_with(self, images: Sequence[memoryview]) -> None:
-        fresh = self._sort_out()
-        if len(fresh) and self._make_room(fresh):
-            self._insert(fresh, images)
-        else:
-            self._use()
-
-    def _sort_out(self) -> np.ndarray:
-        """Answer what the index knows; return the positions that must be written."""
+    def _sort_out(self) -> None:
+        """Answer what the index knows; make batches of what must be written."""
         index, request = self._core.index, self._request
         rows = index.find(self._space, request.keys)
         unknown = rows == NONE
         safe = np.where(unknown, 0, rows)
         unknown |= (index.flags[safe] & GHOST) != 0
-        same = index.sizes[safe] == request.lengths
         readable = index.readable(rows)
-        self.statuses[~unknown & ~same] = BlockStatus.CONFLICT
-        self.statuses[readable & same] = BlockStatus.ALREADY_PRESENT
+        same = index.sizes[safe] == request.lengths
+        busy = np.fromiter(
+            (row in self._core.writing for row in rows.tolist()), np.bool_, len(rows)
+        )
+        if request.overwrite:
+            renewed = readable & ~busy & ((index.flags[safe] & DISK) != 0)
+            joined = ~unknown & ~renewed
+        else:
+            renewed = np.zeros(len(rows), np.bool_)
+            joined = ~unknown & ~readable & same
+            self._settle(np.flatnonzero(~unknown & ~same), BlockStatus.CONFLICT)
         self._hold(rows[readable])
-        for position in np.flatnonzero(~unknown & same & ~readable):
-            self.joined.setdefault(self._core.writing[int(rows[position])], []).append(
-                int(position)
-            )
-        return self._first_of_each(np.flatnonzero(unknown))
+        self._await_level(np.flatnonzero(readable & same & ~renewed & ~joined), rows)
+        fresh = self._first_of_each(np.flatnonzero(unknown | renewed))
+        self._bring(fresh[~renewed[fresh]], fresh[renewed[fresh]], rows)
+        self._join(np.flatnonzero(joined), rows)
+        known = index.find(self._space, request.keys)
+        self._core.touch(known[known != NONE])
+        for batch in self._batches:
+            batch.describe()
 
     def _hold(self, rows: U32) -> None:
         """Keep known rows while we work: they may be parents of what comes."""
@@ -139,12 +155,22 @@ class Put(Job):
             rows = np.concatenate([row[core.index.readable(row)], rows])
         core.index.acquire(rows)
         self._held, self._held_generations = rows, core.index.generations[rows]
-        if self._request.durable:
-            unsynced = (core.index.flags[rows] & DURABLE) == 0
-            unsynced &= self._held_generations > core.synced_generation
-            self._needs_flush = bool(unsynced.any())
 
-    def _first_of_each(self, positions: np.ndarray) -> np.ndarray:
+    def _await_level(self, positions: Positions, rows: U32) -> None:
+        """Settle blocks that are there, at once or when they have reached the level asked for."""
+        core, index, level = self._core, self._core.index, self._request.level
+        for position, row in zip(positions.tolist(), rows[positions].tolist(), strict=True):
+            on_disk = bool(index.flags[row] & DISK)
+            generation = int(index.generations[row])
+            durable = bool(index.flags[row] & DURABLE) or generation <= core.synced_generation
+            if level is Ack.ACCEPTED or (on_disk and (durable or level is Ack.WRITTEN)):
+                self._settle([position], BlockStatus.ALREADY_PRESENT)
+            elif on_disk:
+                self._flushed.append(position)
+            else:
+                core.writer.watch(row, self, position, durable=level is Ack.DURABLE)
+
+    def _first_of_each(self, positions: Positions) -> Positions:
         """Leave out later copies of a key that this batch itself brings; they join the first."""
         if len(positions) < 2:
             return positions
@@ -154,183 +180,299 @@ class Put(Job):
             return_index=True,
             return_inverse=True,
         )
-        later = positions[first[inverse]] != positions
-        for position in positions[later].tolist():
-            self.joined.setdefault(self, []).append(position)
-        kept: np.ndarray = positions[~later]
+        leaders = positions[first[inverse]]
+        later = leaders != positions
+        for leader, position in zip(leaders[later].tolist(), positions[later].tolist(), strict=True):
+            self._copies.setdefault(leader, []).append(position)
+        kept: Positions = positions[~later]
         return kept
 
-    def _make_room(self, fresh: np.ndarray) -> bool:
-        """Reserve space for the fresh blocks, choosing victims if need be; False when full."""
-        need = int(record.image_bytes_of(self._request.lengths[fresh]).sum())
-        removal = make_room(self._core, need)
-        if removal is None:
-            self.statuses[fresh] = BlockStatus.FULL
-            return False
-        self._removal = removal
-        self._coming = need
-        self._core.coming += need
-        return True
+    def _bring(self, new: Positions, renewed: Positions, rows: U32) -> None:
+        """Make batches: new blocks through memory as far as there is room, the rest around it."""
+        core, lengths = self._core, self._request.lengths
+        sizes = record.image_bytes_of(lengths)
+        through = np.zeros(len(new), np.bool_)
+        if len(new):
+            through = core.tier.fits(sizes[new]) & core.writer.has_room(sizes[new])
+        for positions, dirty in ((new[through], True), (new[~through], False)):
+            if len(positions):
+                self._batches.append(_Batch(core, self._request, positions, dirty=dirty))
+        if len(renewed):
+            batch = _Batch(core, self._request, renewed, dirty=False, renews=rows[renewed])
+            self._batches.append(batch)
+        for batch in self._batches:
+            batch.begin(self)
 
-    def _insert(self, fresh: np.ndarray, images: Sequence[memoryview]) -> None:
-        core, index, request = self._core, self._core.index, self._request
-        keys, lengths = request.keys[fresh], request.lengths[fresh]
-        generations = core.new_generations(len(fresh))
-        known = index.find(self._space, keys)
-        new = known == NONE
-        rows = known.copy()
-        rows[new] = index.insert(
-            self._space, keys[new], lengths[new], generations[new], core.clock.micros()
-        )
-        self._rows = rows
-        index.realize(rows[~new], lengths[~new], generations[~new], core.clock.micros())
-        ghost = self._link(fresh, rows)
-        self._use()
-        self._fresh = fresh
-        self._images = [images[position] for position in fresh]
-        self._blocks = versions.groups(index, core.namespaces, rows)[0][1]
-        self._begin = versions.records(index, core.namespaces, rows, events.Kind.BEGIN)
-        self._ghosts = versions.records(index, core.namespaces, ghost, events.Kind.GHOST)
-        core.writing.update(dict.fromkeys(rows.tolist(), self))
+    def _join(self, positions: Positions, rows: U32) -> None:
+        """Wait for other puts that write the same keys; then look again."""
+        others: dict[Put, list[int]] = {}
+        for position, row in zip(positions.tolist(), rows[positions].tolist(), strict=True):
+            other = self._core.writing.get(row)
+            if other is None or other.done:
+                self._core.writer.watch(row, self, position, durable=False, again=True)
+            else:
+                others.setdefault(other, []).append(position)
+        for other, waiting in others.items():
+            other.when_accepted(partial(self._look_again, waiting))
 
-    def _use(self) -> None:
-        """Note that all blocks of the batch were used, the known ones too."""
-        rows = self._core.index.find(self._space, self._request.keys)
-        self._core.touch(rows[rows != NONE])
+    def when_accepted(self, callback: Callable[[], None]) -> None:
+        """Call back when none of this put's rows is being written by it any more."""
+        self.when_done(callback)
 
-    def _link(self, fresh: np.ndarray, rows: U32) -> U32:
-        """Tie the new rows to their parents; return the ghost rows made for unknown ones."""
-        index, request = self._core.index, self._request
-        parents = [request.parent_of(position) for position in fresh.tolist()]
-        with_parent = [number for number, parent in enumerate(parents) if parent]
-        self._parents = parents
-        if not with_parent:
-            return rows[:0]
-        keys = key_array([parents[number] for number in with_parent])
-        unknown = index.find(self._space, keys) == NONE
-        parent_rows = index.ghosts(self._space, keys)
-        index.link(rows[with_parent], parent_rows)
-        return np.unique(parent_rows[unknown])
+    def _look_again(self, positions: list[int]) -> None:
+        """Put some of the blocks anew, after others that wrote them have come to an end."""
+        core = self._core
+        try:
+            again = Put(core, self._request.take(positions), [self._sources[p] for p in positions])
+        except KVStoreError:
+            self._settle(positions, BlockStatus.BUSY)
+            return
+        core.queue(again)
+        again.when_answered(lambda: self._settle(positions, again.statuses))
 
     # -- run: in a worker -------------------------------------------------------------------------
 
     def run(self) -> None:
-        core = self._core
-        if self._removal is not None:
-            self._removal.run()
-        if len(self._rows):
-            self._write()
-        if self._needs_flush:
-            core.sync_everything()
-
-    def _write(self) -> None:
-        core, request = self._core, self._request
-        self._save_key_length()
-        self._seal()
-        core.journal.append(np.concatenate([self._ghosts, self._begin]))
-        written = core.engine.put_many(self._blocks, self._images, sync=request.durable)
-        ok = written.statuses == Status.OK
-        puts = self._begin[ok].copy()
-        puts["kind"] = events.Kind.PUT
-        puts["place"] = written.places[ok]
-        try:
-            end = core.journal.append(puts)
-            if request.durable:
-                core.journal.sync(end)
-        except KVStoreError:
-            # The bytes are there but the journal cannot promise them: take them back, so that
-            # memory, journal and disk agree that this put failed.
-            core.engine.delete_many(self._blocks.take(ok))
-            raise
-        self._written = written
-
-    def _save_key_length(self) -> None:
-        """Keep the length beside the record of the namespace, before its first block."""
-        namespace, length = self._request.namespace, self._request.keys.shape[1]
-        if namespace.key_length not in (None, length):
-            self._core.namespaces.forget(namespace)
-        self._core.namespaces.set_key_length(namespace, length)
-
-    def _seal(self) -> None:
-        """Write the header page and zero the padding of each image; checksum our own copy."""
-        blocks, core = self._blocks, self._core
-        now = core.clock.nanos()
-        lengths, generations = blocks.lengths.tolist(), blocks.generations.tolist()
-        for number, image in enumerate(self._images):
-            length = lengths[number]
-            payload = image[record.HEADER_PAGE : record.HEADER_PAGE + length]
-            header = record.Header(
-                store=core.uuid,
-                namespace=blocks.namespace,
-                shard=blocks.shard,
-                key=blocks.keys[number].tobytes(),
-                parent=self._parents[number],
-                generation=generations[number],
-                written_ns=now,
-                logical_length=length,
-                stored_length=length,
-                checksum=record.payload_checksum(payload),
-                label=self._request.label,
-            )
-            record.encode_into(header, image[: record.HEADER_PAGE])
-            padding = image[record.HEADER_PAGE + length :]
-            padding[:] = bytes(len(padding))
+        for batch in self._batches:
+            batch.fill(self._sources)
+        if self._flushed:
+            self._core.sync_everything()
 
     # -- finish: on the owner thread --------------------------------------------------------------
 
     def finish(self) -> None:
-        try:
-            self._finish_rows()
-        finally:
-            self._give_back()
-        if self.failure is not None:
-            self.statuses[self.statuses != BlockStatus.CONFLICT] = BlockStatus.FAILED
-        self._answer_copies()
-        self._count()
+        self._finished = True
+        failed = self.failure is not None
+        for batch in self._batches:
+            batch.finish(self, failed=failed)
+        self._core.release(self._held, self._held_generations)
+        status = BlockStatus.FAILED if failed else BlockStatus.ALREADY_PRESENT
+        self._settle(self._flushed, status)
+        self._answer_if_settled()
 
-    def _give_back(self) -> None:
-        """Return what begin took besides the new rows; victims that are hidden must still go."""
-        core = self._core
-        core.coming -= self._coming
-        core.release(self._held, self._held_generations)
-        if self._removal is not None:
-            self._removal.finish()
+    def settle_row(self, position: int, status: int, *, again: bool) -> None:
+        """Take the outcome of a row that was watched (called by the writer)."""
+        if again:
+            self._look_again([position])
+        else:
+            self._settle([position], status)
 
-    def _finish_rows(self) -> None:
-        core, rows = self._core, self._rows
-        for row in rows.tolist():
-            core.writing.pop(row, None)
-        if self._written is None:
-            core.index.abort(rows)
+    def _settle(self, positions: Positions | list[int], status: int | U8) -> None:
+        if not len(positions):
             return
-        ok = self._written.statuses == Status.OK
-        core.index.commit(rows[ok], self._written.places[ok])
-        core.index.abort(rows[~ok])
-        self.statuses[self._fresh] = _ANSWER[self._written.statuses]
-        if self._request.durable:
-            core.note_durable(rows[ok])
-        if (self._written.statuses == Status.FULL).any():
-            core.note_full()
+        self.statuses[positions] = status
+        self._open[positions] = False
+        for position in list(positions):
+            for copy in self._copies.pop(int(position), ()):
+                self._settle([copy], self._like(int(position), copy))
+        self._answer_if_settled()
 
-    def _answer_copies(self) -> None:
-        """Answer later copies of a key in this batch like the first one."""
-        copies = self.joined.pop(self, [])
-        rows = self._core.index.find(self._space, self._request.keys[copies])
-        readable = self._core.index.readable(rows)
-        sizes = self._core.index.sizes[np.where(readable, rows, 0)]
-        same = sizes == self._request.lengths[copies]
-        answer = np.where(same, BlockStatus.ALREADY_PRESENT, BlockStatus.CONFLICT)
-        self.statuses[copies] = np.where(readable, answer, self.statuses[copies])
+    def _like(self, first: int, copy: int) -> int:
+        """Return the status of a later copy of a key in the same batch."""
+        status = int(self.statuses[first])
+        if status not in (BlockStatus.OK, BlockStatus.ALREADY_PRESENT):
+            return status
+        same = self._request.lengths[first] == self._request.lengths[copy]
+        return BlockStatus.ALREADY_PRESENT if same else BlockStatus.CONFLICT
 
-    def _count(self) -> None:
-        counters, counts = self._core.counters, np.bincount(self.statuses, minlength=6)
+    def _answer_if_settled(self) -> None:
+        if self._finished and not self._open.any() and self._answered is not None:
+            self._count_once()
+            answered, self._answered = self._answered, []
+            for callback in answered:
+                callback()
+
+    _counted = False
+
+    def _count_once(self) -> None:
+        if self._counted:
+            return
+        self._counted = True
+        counters, counts = self._core.counters, np.bincount(self.statuses, minlength=16)
         counters.stored += int(counts[BlockStatus.OK])
         counters.already_present += int(counts[BlockStatus.ALREADY_PRESENT])
         counters.conflicts += int(counts[BlockStatus.CONFLICT])
         counters.refused_full += int(counts[BlockStatus.FULL])
         counters.write_errors += int(counts[BlockStatus.FAILED])
-        stored = self.statuses == BlockStatus.OK
-        counters.written_bytes += int(self._request.lengths[stored].sum())
+
+
+class _Batch:
+    """Blocks of one put that go the same way: through memory (``dirty``) or around it.
+
+    ``renews`` are the rows of known blocks that get a new version; else rows are made.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        request: PutRequest,
+        positions: Positions,
+        *,
+        dirty: bool,
+        renews: U32 | None = None,
+    ) -> None:
+        self._core = core
+        self._request = request
+        self._positions = positions
+        self._dirty = dirty
+        self._renews = renews is not None
+        self._rows: U32 = np.zeros(0, np.uint32) if renews is None else renews
+        self._slots: U64 = np.zeros(0, np.uint64)
+        self._extents: list[Extent] = []
+        self._ghosts: U32 = np.zeros(0, np.uint32)
+        self._good = np.zeros(len(positions), np.bool_)
+
+    def begin(self, put: Put) -> None:
+        """Take memory, rows and generations. Raises Busy, MemoryError."""
+        core, request = self._core, self._request
+        lengths = request.lengths[self._positions]
+        sizes = record.image_bytes_of(lengths)
+        if self._dirty:
+            self._slots = core.tier.reserve(sizes)
+            self._images = core.tier.views(self._slots, lengths)
+        else:
+            self._extents = core.bounce.allocate(sizes.tolist())
+            self._images = [extent.view for extent in self._extents]
+        self._generations = core.new_generations(len(lengths))
+        if not self._renews:
+            self._make_rows(request.keys[self._positions], lengths)
+            self._link()
+        core.writing.update(dict.fromkeys(self._rows.tolist(), put))
+
+    def _make_rows(self, keys: KeyArray, lengths: U32) -> None:
+        core, index = self._core, self._core.index
+        space = space_number(self._request.namespace.number, self._request.shard)
+        known = index.find(space, keys)
+        new, now = known == NONE, core.clock.micros()
+        rows = known.copy()
+        rows[new] = index.insert(space, keys[new], lengths[new], self._generations[new], now)
+        self._rows = rows
+        index.realize(rows[~new], lengths[~new], self._generations[~new], now)
+
+    def _link(self) -> None:
+        """Tie the new rows to their parents; note the ghost rows made for unknown ones."""
+        index, request = self._core.index, self._request
+        space = space_number(request.namespace.number, request.shard)
+        parents = [request.parent_of(position) for position in self._positions.tolist()]
+        with_parent = [number for number, parent in enumerate(parents) if parent]
+        if with_parent:
+            keys = key_array([parents[number] for number in with_parent])
+            unknown = index.find(space, keys) == NONE
+            rows = index.ghosts(space, keys)
+            index.link(self._rows[with_parent], rows)
+            self._ghosts = np.unique(rows[unknown])
+
+    def describe(self) -> None:
+        """Describe the versions for engine and journal, once links and stamps are what they are."""
+        core, index = self._core, self._core.index
+        kind = events.Kind.BEGIN
+        self.begins = versions.records(index, core.namespaces, self._rows, kind)
+        self.begins["generation"] = self._generations
+        self.begins["length"] = self._request.lengths[self._positions]
+        self.ghosts = versions.records(index, core.namespaces, self._ghosts, events.Kind.GHOST)
+        self._blocks = versions.blocks_of(self.begins)[0]
+
+    def undo(self) -> None:
+        """Give back what :meth:`begin` took, as far as it came."""
+        core = self._core
+        for row in self._rows.tolist():
+            core.writing.pop(row, None)
+        if not self._renews:
+            core.index.abort(self._rows)
+        self._give_memory_back()
+
+    def _give_memory_back(self) -> None:
+        self._core.tier.give_back(self._slots)
+        self._core.bounce.release(self._extents)
+        self._slots, self._extents = self._slots[:0], []
+
+    def fill(self, sources: Sequence[memoryview]) -> None:
+        """Copy and hash each payload, write the header page and zero the padding (*worker*)."""
+        request, blocks = self._request, self._blocks
+        now, start = self._core.clock.nanos(), record.HEADER_PAGE
+        lengths, generations = blocks.lengths.tolist(), blocks.generations.tolist()
+        for number, position in enumerate(self._positions.tolist()):
+            image, length = self._images[number], lengths[number]
+            payload = image[start : start + length]
+            # Not by slice assignment, which would keep the interpreter for the whole copy.
+            np.copyto(np.frombuffer(payload, np.uint8), np.frombuffer(sources[position], np.uint8))
+            checksum = record.payload_checksum(payload)
+            if request.checksums is not None and checksum != int(request.checksums[position]):
+                continue
+            header = record.Header(
+                store=self._core.uuid,
+                namespace=blocks.namespace,
+                shard=blocks.shard,
+                key=blocks.keys[number].tobytes(),
+                parent=request.parent_of(position),
+                generation=generations[number],
+                written_ns=now,
+                logical_length=length,
+                stored_length=length,
+                checksum=checksum,
+                label=request.label,
+            )
+            record.encode_into(header, image[:start])
+            padding = image[start + length :]
+            padding[:] = bytes(len(padding))
+            self._good[number] = True
+
+    def finish(self, put: Put, *, failed: bool) -> None:
+        """Make the copied blocks readable where they are in memory; hand all to the writer."""
+        core = self._core
+        if failed:
+            self.undo()
+            put._settle(self._positions, BlockStatus.FAILED)
+            return
+        good, bad = self._good, ~self._good
+        if bad.any():
+            put._settle(self._positions[bad], BlockStatus.MISMATCH)
+            self._drop(bad)
+        if not good.any():
+            return
+        level = put._request.level
+        if self._dirty:
+            for row in self._rows.tolist():
+                core.writing.pop(row, None)
+            core.index.fill(self._rows)
+            core.tier.keep(self._rows, self._slots)
+            core.publish_stored(self._rows)
+            if level is Ack.ACCEPTED:
+                put._settle(self._positions, BlockStatus.OK)
+        entry = Entry(
+            rows=self._rows,
+            blocks=self._blocks,
+            images=self._images,
+            begins=self.begins,
+            ghosts=self.ghosts,
+            durable=level is Ack.DURABLE,
+            namespace=self._request.namespace,
+            dirty=self._dirty,
+            renews=self._renews,
+            extents=self._extents,
+        )
+        if not self._dirty or level is not Ack.ACCEPTED:
+            entry.waiter, entry.positions = put, self._positions.tolist()
+        core.writer.add(entry)
+
+    def _drop(self, bad: np.ndarray) -> None:
+        """Leave out blocks whose payload was not what the client announced."""
+        core, good = self._core, ~bad
+        for row in self._rows[bad].tolist():
+            core.writing.pop(row, None)
+        if not self._renews:
+            core.index.abort(self._rows[bad])
+        if self._dirty:
+            core.tier.give_back(self._slots[bad])
+            self._slots = self._slots[good]
+        else:
+            gone = [one for one, left in zip(self._extents, bad, strict=True) if left]
+            core.bounce.release(gone)
+            self._extents = [one for one, kept in zip(self._extents, good, strict=True) if kept]
+        self._rows, self._positions = self._rows[good], self._positions[good]
+        self._images = [one for one, kept in zip(self._images, good, strict=True) if kept]
+        self._blocks, self.begins = self._blocks.take(good), self.begins[good]
+        self._good = self._good[good]
 
 
 def check(core: Core, request: PutRequest) -> None:

@@ -142,7 +142,7 @@ class Reconcile:
         rows = found.copy()
         rows[new] = index.insert(space, keys[new], lengths[new], generations[new], now)
         index.realize(rows[~new], lengths[~new], generations[~new], now)
-        index.commit(rows, batch.places[chosen])
+        index.commit(rows, generations, batch.places[chosen])
         ghosts = self._link(batch, chosen, space, rows)
         self._adopted.append(rows)
         self._written.append(batch.written_ns[chosen])

@@ -15,10 +15,10 @@ import numpy as np
 
 from kvstore import events, record, versions
 from kvstore.index import DISK, DURABLE, UNSYNCED
-from kvstore.job import Job
+from kvstore.job import Job, Step
 
 if TYPE_CHECKING:
-    from kvstore.backends.base import U32, U64
+    from kvstore.backends.base import U32, U64, Blocks
     from kvstore.core import Core
 
 log = logging.getLogger(__name__)
@@ -30,11 +30,12 @@ class Removal(Job):
     """Removes the versions that ``rows`` hold when it is made. Nobody may hold references to them.
 
     ``bytes`` is what it frees on disk, ``count`` the number of blocks. With ``reason`` the records
-    are damaged: a copy goes to quarantine before they are deleted. A removal whose bytes could not
-    be deleted joins ``core.stuck`` and may be performed again.
+    are damaged: a copy goes to quarantine before they are deleted. With ``stays`` the rows
+    themselves remain, about to hold other versions. A removal whose bytes could not be deleted
+    joins ``core.stuck`` and may be performed again.
     """
 
-    def __init__(self, core: Core, rows: U32, reason: str = "") -> None:
+    def __init__(self, core: Core, rows: U32, reason: str = "", *, stays: bool = False) -> None:
         super().__init__()
         self._core = core
         self._reason = reason
@@ -43,10 +44,13 @@ class Removal(Job):
         self._groups = versions.groups(core.index, core.namespaces, rows)
         self.frees = versions.records(core.index, core.namespaces, rows, events.Kind.FREE)
         self.count = len(rows)
-        self.bytes = int(record.image_bytes_of(core.index.sizes[rows]).sum())
+        on_disk = (core.index.flags[rows] & DISK) != 0
+        self.bytes = int(record.image_bytes_of(core.index.sizes[rows[on_disk]]).sum())
+        self._slots = core.tier.detach(rows)
         if core.scan is not None:
             core.scan.give_up(self.frees["generation"])
-        self._hidden = core.index.remove(rows)
+        core.publish_removed(rows)
+        self._hidden = rows[:0] if stays else core.index.remove(rows)
         core.going += self.bytes
 
     @property
@@ -70,6 +74,8 @@ class Removal(Job):
     def finish(self) -> None:
         """Release row ids and bytes, or keep them taken while the bytes are still there."""
         core = self._core
+        core.tier.give_back(self._slots)
+        self._slots = self._slots[:0]
         if self._deleted:
             core.index.free(self._hidden)
             core.going -= self.bytes
@@ -91,6 +97,29 @@ def retire(core: Core, rows: U32, reason: str = "") -> list[Removal]:
         core.hold(int(row), int(count), removal)
         removals.append(removal)
     return removals
+
+
+def supersede(core: Core, rows: U32, sizes: U32, generations: U64, places: U64) -> None:
+    """Give rows new versions that the engine has; the old ones go when their readers have gone."""
+    references = core.index.take_references(rows)
+    removals = [Removal(core, rows[references == 0], stays=True)]
+    core.queue(removals[0])
+    for row, count in zip(rows[references > 0], references[references > 0], strict=True):
+        core.hold(int(row), int(count), Removal(core, rows[rows == row], stays=True))
+    core.index.replace(rows, sizes, generations, places)
+    core.publish_stored(rows)
+
+
+def forget(core: Core, begins: events.Records, blocks: Blocks) -> None:
+    """Take back versions that were written for rows which are gone."""
+    frees = begins.copy()
+    frees["kind"] = events.Kind.FREE
+
+    def act() -> None:
+        core.journal.append(frees)
+        core.engine.delete_many(blocks)
+
+    core.queue(Step(act, lambda _step: None))
 
 
 def heed_failures(core: Core) -> None:

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore import events
+from kvstore import events, record
 from kvstore.answers import BlockStatus
+from kvstore.errors import EngineError
 from kvstore.get import Get
+from kvstore.job import Step
 from kvstore.keys import space_number
 from kvstore.put import Put, PutRequest
 from kvstore.removal import Removal, choose_victims, evict, heed_failures, retire
@@ -27,11 +29,35 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.backends.base import U8, U32
-    from kvstore.core import Core
+    from kvstore.core import Core, Watcher
     from kvstore.job import Job
     from kvstore.keys import KeyArray
     from kvstore.layout import Lock
     from kvstore.namespaces import Namespace
+
+
+class Subscription:
+    """Somebody's interest in a namespace; ``next_sequence`` is the number of the next event."""
+
+    def __init__(self, core: Core, number: int, watcher: Watcher) -> None:
+        self._core, self._number, self._watcher = core, number, watcher
+        self.next_sequence = core.sequences.get(number, 1)
+        core.watchers.setdefault(number, []).append(watcher)
+
+    def close(self) -> None:
+        """End it. May be called twice."""
+        watchers = self._core.watchers.get(self._number, [])
+        if self._watcher in watchers:
+            watchers.remove(self._watcher)
+        if not watchers:
+            self._core.watchers.pop(self._number, None)
+
+
+LEASE_SHARE = 4
+"""Leases keep at most this part (1/n) of the capacity from eviction."""
+MAX_LEASE_SECONDS = 60.0
+PIN_SHARE = 4
+"""Pins keep at most this part (1/n) of the capacity from eviction."""
 
 
 class Store:
@@ -82,25 +108,99 @@ class Store:
 
     # -- blocks -----------------------------------------------------------------------------------
 
-    def put(self, request: PutRequest, images: Sequence[memoryview]) -> Put:
-        """Begin a put; see :class:`~kvstore.put.Put`. Raises InvalidKey, ReadOnly."""
-        job = Put(self.core, request, images)
+    def put(self, request: PutRequest, sources: Sequence[memoryview]) -> Put:
+        """Begin a put; see :class:`~kvstore.put.Put`. Raises InvalidKey, ReadOnly, Busy."""
+        job = Put(self.core, request, sources)
         self.core.begin(job)
         return job
 
-    def get(self, namespace: Namespace, shard: int, keys: KeyArray, budget: int) -> Get:
+    def get(
+        self,
+        namespace: Namespace,
+        shard: int,
+        keys: KeyArray,
+        budget: int,
+        targets: Sequence[memoryview] | None = None,
+    ) -> Get:
         """Begin a get; see :class:`~kvstore.get.Get`. Raises Busy."""
-        job = Get(self.core, namespace, shard, keys, budget)
+        job = Get(self.core, namespace, shard, keys, budget, targets)
         self.core.begin(job)
         return job
 
-    def contains(self, namespace: Namespace, shard: int, keys: KeyArray) -> np.ndarray:
-        """Return a mask: which of the keys a get would find."""
-        return self.core.index.contains(space_number(namespace.number, shard), keys)
+    def contains(
+        self, namespace: Namespace, shard: int, keys: KeyArray, lease_seconds: float = 0.0
+    ) -> np.ndarray:
+        """Return a mask: which of the keys a get would find; keep those for a while if asked."""
+        rows = self.core.index.find(space_number(namespace.number, shard), keys)
+        there: np.ndarray = self.core.index.readable(rows)
+        self._lease(rows[there], lease_seconds)
+        return there
 
-    def prefix(self, namespace: Namespace, shard: int, keys: KeyArray) -> int:
+    def prefix(
+        self, namespace: Namespace, shard: int, keys: KeyArray, lease_seconds: float = 0.0
+    ) -> int:
         """Return how many of the keys a get would find, up to the first that it would not."""
-        return self.core.index.prefix(space_number(namespace.number, shard), keys)
+        rows = self.core.index.find(space_number(namespace.number, shard), keys)
+        there = self.core.index.readable(rows)
+        length = len(there) if there.all() else int(there.argmin())
+        self._lease(rows[:length], lease_seconds)
+        return length
+
+    def _lease(self, rows: U32, seconds: float) -> None:
+        """Keep rows from eviction for a while, as far as leases may take of the capacity."""
+        core, now = self.core, self.core.clock.seconds()
+        if seconds <= 0 or not len(rows):
+            return
+        room = core.space.capacity // LEASE_SHARE - core.index.leased_bytes(now)
+        sizes = np.cumsum(record.image_bytes_of(core.index.sizes[rows]))
+        core.index.lease(rows[sizes <= room], now + min(seconds, MAX_LEASE_SECONDS))
+
+    def touch(self, namespace: Namespace, shard: int, keys: KeyArray) -> None:
+        """Note that blocks are in use, wherever their bytes are used."""
+        rows = self.core.index.find(space_number(namespace.number, shard), keys)
+        self.core.touch(rows[self.core.index.readable(rows)])
+
+    def pin(self, namespace: Namespace, shard: int, keys: KeyArray, seconds: float) -> U8:
+        """Keep blocks from eviction until then; a status per key: OK, MISS, or FULL past the cap."""
+        core, now = self.core, self.core.clock.seconds()
+        rows = core.index.find(space_number(namespace.number, shard), keys)
+        statuses = np.full(len(keys), BlockStatus.MISS, np.uint8)
+        room = core.space.capacity // PIN_SHARE - core.index.pinned_bytes(now)
+        for position in np.flatnonzero(core.index.readable(rows)).tolist():
+            row = int(rows[position])
+            size = record.image_bytes(int(core.index.sizes[row]))
+            if size > room and row not in core.index.pins:
+                statuses[position] = BlockStatus.FULL
+                continue
+            room -= size if row not in core.index.pins else 0
+            core.index.pin(row, now + seconds)
+            statuses[position] = BlockStatus.OK
+        self._note_pins(rows[statuses == BlockStatus.OK], now + seconds)
+        return statuses
+
+    def unpin(self, namespace: Namespace, shard: int, keys: KeyArray) -> U8:
+        """Take pins back; a status per key: OK or MISS (not pinned)."""
+        rows = self.core.index.find(space_number(namespace.number, shard), keys)
+        pinned = np.fromiter(
+            (row in self.core.index.pins for row in rows.tolist()), np.bool_, len(rows)
+        )
+        for row in rows[pinned].tolist():
+            self.core.index.unpin(row)
+        self._note_pins(rows[pinned], 0.0)
+        return np.where(pinned, BlockStatus.OK, BlockStatus.MISS).astype(np.uint8)
+
+    def _note_pins(self, rows: U32, until: float) -> None:
+        """Have the journal remember pins (0 = unpinned) of rows that it knows."""
+        core = self.core
+        pins = events.blank(len(rows), events.Kind.PIN)
+        pins["row"], pins["last_use"] = rows, int(until * 1e6)
+        if len(rows) and not core.read_only:
+            core.queue(Step(lambda: _append(core, pins), lambda _step: None))
+
+    def subscribe(self, namespace: Namespace, watcher: Watcher) -> Subscription:
+        """Have ``watcher(first sequence number, kinds, keys)`` called, on the owner thread, for every
+        batch of blocks that is stored or removed."""
+        return Subscription(self.core, namespace.number, watcher)
 
     def delete(self, namespace: Namespace, shard: int, keys: KeyArray) -> tuple[U8, list[Removal]]:
         """Begin to remove blocks by name.
@@ -124,10 +224,8 @@ class Store:
         return removal
 
     def flush(self) -> Flush:
-        """Begin a barrier: when it is done without failure, all that was written is durable."""
-        job = Flush(self.core)
-        self.core.begin(job)
-        return job
+        """Begin a barrier; see :class:`~kvstore.upkeep.Flush`. It needs chores to be performed."""
+        return Flush(self.core)
 
     def list_rows(
         self, namespace: Namespace | None, start: int, limit: int
@@ -186,9 +284,12 @@ class Store:
             "min_free_bytes": core.space.floor,
             "free_bytes": usage.free,
             "blocks": core.index.blocks,
-            "memory_bytes": 0,
-            "dirty_blocks": 0,
-            "dirty_bytes": 0,
+            "memory_capacity_bytes": core.tier.capacity,
+            "memory_bytes": core.tier.bytes,
+            "memory_blocks": core.tier.blocks,
+            "dirty_blocks": core.writer.dirty_blocks,
+            "dirty_bytes": core.writer.dirty_bytes,
+            "queued_blocks": core.writer.queued_blocks,
             "quarantine_bytes": core.quarantine.bytes,
             "journal_bytes": core.journal.physical_bytes
             + core.journal_bytes_before
@@ -212,13 +313,22 @@ class Store:
         core = self.core
         self.stop_scan()
         self.run_chores()
+        flush = self.flush()
+        self.run_chores()
+        if flush.failure is not None:
+            raise flush.failure
+        if flush.errors:
+            raise EngineError(
+                f"{len(flush.errors) + core.writer.errors_lost} accepted blocks could not be "
+                f"written, the first is {flush.errors[0].key} ({flush.errors[0].reason})",
+                "see the log",
+            )
         if core.read_only:
             return
         if core.touched:
             job: Job = SaveUse(core)
             core.begin(job)
             self.run(job)
-        self.run(self.flush())
         if not core.scan_due and core.leftovers is None and not core.stuck:
             core.journal.append(events.blank(1, events.Kind.CLOSE))
             core.journal.sync()
@@ -233,3 +343,7 @@ class Store:
         self.core.journal.close()
         self.core.engine.close()
         self._lock.release()
+
+
+def _append(core: Core, records: events.Records) -> None:
+    core.journal.append(records)

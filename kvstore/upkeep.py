@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvstore.core import Core, Measured
+    from kvstore.errors import KVStoreError
     from kvstore.removal import Removal
+    from kvstore.writer import LateError
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +52,40 @@ class SaveUse(Job):
         """Nothing was taken."""
 
 
-class Flush(Job):
+class Flush:
+    """A barrier: when it is answered without failure, all that was put before survives power loss.
+
+    ``errors``: blocks that were accepted since the last flush and could not be written.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self.failure: KVStoreError | None = None
+        self.errors: list[LateError] = []
+        self._core = core
+        self._done = False
+        self._answered: list[Callable[[], None]] = []
+        core.writer.when_clean(self._sync)
+
+    def when_answered(self, callback: Callable[[], None]) -> None:
+        """Call back on the owner thread when it is over; at once if it is."""
+        if self._done:
+            callback()
+        else:
+            self._answered.append(callback)
+
+    def _sync(self) -> None:
+        job = Sync(self._core)
+        job.when_done(lambda: self._end(job))
+        self._core.queue(job)
+
+    def _end(self, job: Sync) -> None:
+        self.failure, self.errors = job.failure, self._core.writer.take_errors()
+        self._done = True
+        for callback in self._answered:
+            callback()
+
+
+class Sync(Job):
     """Makes everything written so far survive power loss, and notes in the journal that it does."""
 
     def __init__(self, core: Core) -> None:

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore import record
-from kvstore.answers import BlockStatus
+from kvstore.answers import Ack, BlockStatus
 from kvstore.index import DISK
 from kvstore.keys import key_array, named, namespace_id
 from kvstore.opening import Opening, Options, open_store
-from kvstore.put import PutRequest
+from kvstore.put import Put, PutRequest
 from kvstore.store import Store
 
 MIB = 1 << 20
@@ -55,26 +54,35 @@ class Local:
         parent: bytes = b"",
         label: str = "",
     ) -> list[int]:
-        lengths = np.array([len(one) for one in blocks], np.uint32)
-        extents = self.core.slab.allocate(record.image_bytes_of(lengths).tolist())
-        try:
-            for extent, one in zip(extents, blocks, strict=True):
-                extent.view[record.HEADER_PAGE : record.HEADER_PAGE + len(one)] = one
-            request = PutRequest(
-                self.namespace,
-                shard,
-                key_array(keys),
-                lengths,
-                durable=durable,
-                chain=chain,
-                parent=parent,
-                label=label,
-            )
-            job = self.store.put(request, [extent.view for extent in extents])
-            self.store.run(job)
-        finally:
-            self.core.slab.release(extents)
+        job = self.begin_put(
+            keys, blocks, shard=shard, durable=durable, chain=chain, parent=parent, label=label
+        )
+        self.store.run(job)
+        answered: list[bool] = []
+        job.when_answered(lambda: answered.append(True))
+        assert answered, "the put was not answered"
         return [int(status) for status in job.statuses]
+
+    def begin_put(
+        self,
+        keys: Sequence[bytes],
+        blocks: Sequence[bytes],
+        *,
+        shard: int = 0,
+        durable: bool = False,
+        level: Ack = Ack.WRITTEN,
+        **more: object,
+    ) -> Put:
+        """Begin a put without performing it."""
+        request = PutRequest(
+            self.namespace,
+            shard,
+            key_array(keys),
+            np.array([len(one) for one in blocks], np.uint32),
+            level=Ack.DURABLE if durable else level,
+            **more,  # type: ignore[arg-type]
+        )
+        return self.store.put(request, [memoryview(one) for one in blocks])
 
     def get(self, keys: Sequence[bytes], *, shard: int = 0) -> list[bytes | None]:
         names = key_array(keys)

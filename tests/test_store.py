@@ -13,7 +13,7 @@ from kvstore.answers import BlockStatus
 from kvstore.backends.filesystem import FilesystemEngine
 from kvstore.errors import Busy, EngineError, InvalidKey, ReadOnly
 from kvstore.keys import key_array, named
-from kvstore.put import Put, PutRequest
+from kvstore.put import PutRequest
 from tests.stores import MIB, Local, block, key
 
 OK, PRESENT, CONFLICT, FULL = (
@@ -22,25 +22,6 @@ OK, PRESENT, CONFLICT, FULL = (
     BlockStatus.CONFLICT,
     BlockStatus.FULL,
 )
-
-
-def begin_put(
-    local: Local,
-    keys: list[bytes],
-    blocks: list[bytes],
-    *,
-    parent: bytes = b"",
-    durable: bool = False,
-) -> Put:
-    """Begin a put without performing it; its images stay allocated."""
-    lengths = np.array([len(one) for one in blocks], np.uint32)
-    extents = local.core.slab.allocate(record.image_bytes_of(lengths).tolist())
-    for extent, one in zip(extents, blocks, strict=True):
-        extent.view[record.HEADER_PAGE : record.HEADER_PAGE + len(one)] = one
-    request = PutRequest(
-        local.namespace, 0, key_array(keys), lengths, durable=durable, parent=parent
-    )
-    return local.store.put(request, [extent.view for extent in extents])
 
 
 @pytest.fixture
@@ -104,12 +85,12 @@ def test_a_batch_larger_than_the_memory_for_blocks_in_flight_is_read_in_parts(lo
 def test_no_buffer_is_lost(local: Local) -> None:
     local.put([key(n) for n in range(8)], [block(n) for n in range(8)])
     local.get([key(n) for n in range(16)])
-    assert local.core.slab.free_bytes == local.core.slab.capacity
+    assert local.core.bounce.free_bytes == local.core.bounce.capacity
     job = local.store.get(local.namespace, 0, np.frombuffer(key(1), np.uint8)[None], MIB)
-    whole = local.core.slab.allocate([local.core.slab.free_bytes])
+    whole = local.core.bounce.allocate([local.core.bounce.free_bytes])
     with pytest.raises(Busy):
         local.store.get(local.namespace, 0, np.frombuffer(key(2), np.uint8)[None], MIB)
-    local.core.slab.release(whole)
+    local.core.bounce.release(whole)
     local.store.run(job)
     job.close()
     assert not local.core.index.references.any()
@@ -286,7 +267,7 @@ def test_status_counts_what_du_counts(local: Local) -> None:
 def test_a_put_holds_its_parent_while_it_is_deleted(local: Local) -> None:
     """The reference goes back to the version that was held, though it has left its row."""
     local.put([key(0)], [block(0)])
-    job = begin_put(local, [key(1)], [block(1)], parent=key(0))
+    job = local.begin_put([key(1)], [block(1)], parent=key(0))
     _, removals = local.store.delete(local.namespace, 0, key_array([key(0)]))
     local.store.run(removals[0])
     local.store.run(job)
@@ -347,11 +328,11 @@ def test_after_a_failed_sync_nothing_unsynced_is_served(
     local.store.run(local.store.flush())
     local.put([key(2)], [block(2)])
     local.put([key(3)], [block(3)], durable=True)
-    late = begin_put(local, [key(4)], [block(4)])
+    late = local.begin_put([key(4)], [block(4)])
     late.perform()
     monkeypatch.setattr(FilesystemEngine, "failed", "a sync failed")
     if durable:
-        local.store.finish(begin_put(local, [key(5)], [block(5)], durable=True))
+        local.store.finish(local.begin_put([key(5)], [block(5)], durable=True))
     else:
         flush = local.store.flush()
         flush.failure = EngineError("a sync failed")
@@ -375,7 +356,7 @@ def test_a_read_only_store_remembers_no_use(local: Local) -> None:
 
 
 def test_two_key_lengths_cannot_begin_together(local: Local) -> None:
-    first = begin_put(local, [key(1)], [block(1)])
+    first = local.begin_put([key(1)], [block(1)])
     with pytest.raises(InvalidKey, match=r"16 bytes.*32"):
         local.put([b"k" * 16], [block(2)])
     local.store.run(first)

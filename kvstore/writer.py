@@ -1,0 +1,394 @@
+"""Deferred writes: from the memory of a put to engine and journal.
+
+Entries wait in a bounded queue, in the order in which they came; a few batches are written at a
+time, each at once while the disk keeps up.
+
+Order of writes, and why. The victims' FREE records come first, then their bytes leave the disk, so
+the disk never holds more than it may. A BEGIN record in the journal precedes each record's bytes: a
+kill in between leaves a version that the next opening can name and remove without a scan. The PUT
+record follows the engine's commit, so the journal never promises bytes that are not there; the
+answer follows the PUT record, so what was acknowledged as written is found again. A sync, where
+asked for, covers the data first and then the journal.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore import events, record
+from kvstore.answers import BlockStatus
+from kvstore.backends.base import Status
+from kvstore.errors import KVStoreError
+from kvstore.index import DIRTY, DISK
+from kvstore.job import Job
+from kvstore.removal import forget, make_room, supersede
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvstore.backends.base import U8, U32, U64, Blocks
+    from kvstore.core import Core
+    from kvstore.events import Records
+    from kvstore.namespaces import Namespace
+    from kvstore.removal import Removal
+    from kvstore.slab import Extent
+
+log = logging.getLogger(__name__)
+
+BATCH_BYTES = 32 << 20
+BATCHES = 2
+"""Batches being written at a time: one fills the disk while the other is hashed and journaled."""
+DIRTY_SHARE = 4
+"""Dirty blocks take at most this part (1/n) of the memory tier."""
+DIRTY_SECONDS = 10.0
+"""... and at most what the disk takes in so many seconds, as measured."""
+MAX_ERRORS = 4096
+_RATE_WEIGHT = 0.2
+
+_ANSWER = np.full(256, BlockStatus.FAILED, np.uint8)
+_ANSWER[Status.OK] = BlockStatus.OK
+_ANSWER[Status.FULL] = BlockStatus.FULL
+
+
+class Waiter:
+    """Somebody who waits until rows are written."""
+
+    def settle_row(self, position: int, status: int, *, again: bool) -> None:
+        """Take the :class:`BlockStatus` of a row; ``again``: look at the index once more."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class LateError:
+    """A block that was accepted and could not be written. ``namespace`` and ``key`` in hex."""
+
+    namespace: str
+    shard: int
+    key: str
+    reason: str
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """Blocks of one put on their way to the engine, their images complete.
+
+    ``dirty``: in the memory tier, readable; else in the bounce slab (``extents``) until written.
+    ``renews``: rows that the engine has already get a new version. ``waiter`` is told the outcome
+    at ``positions``.
+    """
+
+    rows: U32
+    blocks: Blocks
+    images: list[memoryview]
+    begins: Records
+    ghosts: Records
+    durable: bool
+    namespace: Namespace
+    dirty: bool
+    renews: bool
+    extents: list[Extent]
+    waiter: Waiter | None = None
+    positions: list[int] = field(default_factory=list)
+    statuses: U8 = field(default_factory=lambda: np.zeros(0, np.uint8))
+    written: U64 = field(default_factory=lambda: np.zeros(0, np.uint64))
+    reason: str = ""
+
+    @property
+    def bytes(self) -> int:
+        return sum(len(image) for image in self.images)
+
+
+@dataclass(frozen=True, slots=True)
+class _Watch:
+    waiter: Waiter
+    position: int
+    durable: bool
+    again: bool
+
+
+class Writer:
+    """The queue of one store. Owner thread only."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._queue: deque[Entry] = deque()
+        self._under_way: set[Entry] = set()
+        self._writing = 0
+        self._watches: dict[int, list[_Watch]] = {}
+        self._barriers: list[tuple[set[Entry], Callable[[], None]]] = []
+        self._rate = 0.0
+        self.dirty_bytes = 0
+        self.dirty_blocks = 0
+        self.errors: list[LateError] = []
+        self.errors_lost = 0
+
+    @property
+    def dirty_limit(self) -> int:
+        """Bytes that may be in memory only: a share of it, and no more than the disk takes soon."""
+        share: int = self._core.tier.capacity // DIRTY_SHARE
+        return min(share, int(self._rate * DIRTY_SECONDS)) if self._rate else share
+
+    @property
+    def queued_blocks(self) -> int:
+        return sum(len(entry.rows) for entry in self._under_way)
+
+    @property
+    def oldest_generation(self) -> int:
+        """The lowest generation that is still on its way; beyond all others if there is none."""
+        return min(
+            (int(entry.begins["generation"].min()) for entry in self._under_way), default=1 << 63
+        )
+
+    def has_room(self, sizes: np.ndarray) -> np.ndarray:
+        """Tell for each block, in order, whether it may become dirty now (image bytes)."""
+        room: np.ndarray = np.cumsum(sizes) + self.dirty_bytes <= self.dirty_limit
+        return room
+
+    def add(self, entry: Entry) -> None:
+        """Take an entry; it is written as soon as a batch is free."""
+        if entry.dirty:
+            self.dirty_bytes += entry.bytes
+            self.dirty_blocks += len(entry.rows)
+        self._under_way.add(entry)
+        self._queue.append(entry)
+        self.pump()
+
+    def pump(self) -> None:
+        while self._queue and self._writing < BATCHES:
+            batch, size = [self._queue.popleft()], 0
+            size = batch[0].bytes
+            while self._queue and size + self._queue[0].bytes <= BATCH_BYTES:
+                size += self._queue[0].bytes
+                batch.append(self._queue.popleft())
+            self._writing += 1
+            self._core.queue(Write(self._core, batch))
+
+    def watch(
+        self, row: int, waiter: Waiter, position: int, *, durable: bool, again: bool = False
+    ) -> None:
+        """Have ``waiter`` told when the row, which is on its way, has been written."""
+        self._watches.setdefault(row, []).append(_Watch(waiter, position, durable, again))
+
+    def when_clean(self, callback: Callable[[], None]) -> None:
+        """Call back when all that was added so far is written or given up; at once if it is."""
+        if self._under_way:
+            self._barriers.append((set(self._under_way), callback))
+        else:
+            callback()
+
+    def take_errors(self) -> list[LateError]:
+        """Return what failed since the last call."""
+        errors, self.errors = self.errors, []
+        return errors
+
+    # -- called by Write --------------------------------------------------------------------------
+
+    def wants_sync(self, entry: Entry) -> bool:
+        """Tell whether the entry, or somebody who watches one of its rows, asks for durability."""
+        return entry.durable or any(
+            watch.durable
+            for row in entry.rows.tolist()
+            for watch in self._watches.get(row, ())
+        )
+
+    def written(self, entries: list[Entry], seconds: float) -> None:
+        """Bring entries home: answer those who wait, make room, go on with the queue."""
+        self._writing -= 1
+        size = sum(entry.bytes for entry in entries)
+        rate = size / max(seconds, 1e-6)
+        self._rate += _RATE_WEIGHT * (rate - self._rate) if self._rate else rate
+        for entry in entries:
+            self._under_way.discard(entry)
+            if entry.dirty:
+                self.dirty_bytes -= entry.bytes
+                self.dirty_blocks -= len(entry.rows)
+            self._answer(entry)
+        self._lift_barriers(entries)
+        self.pump()
+
+    def _answer(self, entry: Entry) -> None:
+        answers = _ANSWER[entry.statuses].tolist()
+        if entry.waiter is not None:
+            for position, status in zip(entry.positions, answers, strict=True):
+                entry.waiter.settle_row(position, status, again=False)
+        else:
+            self._note_errors(entry)
+        for row, status in zip(entry.rows.tolist(), answers, strict=True):
+            there = BlockStatus.ALREADY_PRESENT if status == BlockStatus.OK else status
+            for watch in self._watches.pop(row, ()):
+                watch.waiter.settle_row(watch.position, there, again=watch.again)
+
+    def _note_errors(self, entry: Entry) -> None:
+        blocks = entry.blocks
+        for number in np.flatnonzero(entry.statuses != Status.OK).tolist():
+            if len(self.errors) >= MAX_ERRORS:
+                self.errors_lost += 1
+                continue
+            reason = entry.reason or Status(entry.statuses[number]).name.lower()
+            key = blocks.keys[number].tobytes().hex()
+            self.errors.append(LateError(blocks.namespace.hex(), blocks.shard, key, reason))
+
+    def _lift_barriers(self, entries: list[Entry]) -> None:
+        lifted = []
+        for barrier in self._barriers:
+            barrier[0].difference_update(entries)
+            if not barrier[0]:
+                lifted.append(barrier)
+        for barrier in lifted:
+            self._barriers.remove(barrier)
+            barrier[1]()
+
+
+class Write(Job):
+    """Writes a batch of entries to engine and journal."""
+
+    def __init__(self, core: Core, entries: list[Entry]) -> None:
+        super().__init__()
+        self._core = core
+        self._entries = entries
+        self._seconds = 0.0
+        self._removal: Removal | None = None
+        self._coming = 0
+        self._skip: list[np.ndarray] = []
+        self._old: dict[int, U64] = {}
+        for entry in entries:
+            self._begin(entry)
+        need = sum(self._need(entry) for entry in entries)
+        room = None if core.read_only else make_room(core, need)
+        self._refused = room is None and need > 0
+        if room is not None:
+            self._removal, self._coming = room, need
+            core.coming += need
+        self._synced = [core.writer.wants_sync(entry) for entry in entries]
+
+    def _begin(self, entry: Entry) -> None:
+        """Leave out blocks that were deleted while they waited; hold the others in their place."""
+        index = self._core.index
+        if entry.renews:
+            there = np.ones(len(entry.rows), np.bool_)
+            self._old[id(entry)] = index.generations[entry.rows]
+        else:
+            there = index.holds(entry.rows, entry.begins["generation"])
+        self._skip.append(~there)
+        index.acquire(entry.rows[there])
+        entry.statuses = np.where(there, Status.FAILED, Status.OK).astype(np.uint8)
+        entry.written = np.zeros(len(entry.rows), np.uint64)
+
+    def _need(self, entry: Entry) -> int:
+        lengths = entry.blocks.lengths[entry.statuses != Status.OK]
+        return int(record.image_bytes_of(lengths).sum())
+
+    # -- run: in a worker -------------------------------------------------------------------------
+
+    def run(self) -> None:
+        started = time.monotonic()
+        core = self._core
+        if self._refused:
+            for entry, skip in zip(self._entries, self._skip, strict=True):
+                entry.statuses[~skip] = Status.FULL
+            return
+        if self._removal is not None:
+            self._removal.run()
+        for entry in self._entries:
+            self._save_key_length(entry)
+        core.journal.append(
+            np.concatenate([part for entry in self._entries for part in (entry.ghosts, entry.begins)])
+        )
+        puts = [self._write(number) for number in range(len(self._entries))]
+        self._promise(np.concatenate(puts))
+        self._seconds = time.monotonic() - started
+
+    def _save_key_length(self, entry: Entry) -> None:
+        """Keep the length beside the record of the namespace, before its first block."""
+        namespace, length = entry.namespace, entry.blocks.keys.shape[1]
+        if namespace.key_length not in (None, length):
+            self._core.namespaces.forget(namespace)
+        self._core.namespaces.set_key_length(namespace, length)
+
+    def _write(self, number: int) -> Records:
+        """Hand one entry to the engine; return its PUT records."""
+        entry, wanted = self._entries[number], ~self._skip[number]
+        images = [image for image, want in zip(entry.images, wanted, strict=True) if want]
+        blocks = entry.blocks if wanted.all() else entry.blocks.take(wanted)
+        written = self._core.engine.put_many(blocks, images, sync=self._synced[number])
+        entry.statuses[wanted] = written.statuses
+        entry.written[wanted] = written.places
+        ok = wanted & (entry.statuses == Status.OK)
+        puts: Records = entry.begins[ok].copy()
+        puts["kind"] = events.Kind.PUT
+        puts["place"] = entry.written[ok]
+        return puts
+
+    def _promise(self, puts: Records) -> None:
+        core = self._core
+        try:
+            end = core.journal.append(puts)
+            if any(self._synced):
+                core.journal.sync(end)
+        except KVStoreError:
+            # The bytes are there but the journal cannot promise them: take them back, so that
+            # memory, journal and disk agree that these writes failed.
+            for entry, skip in zip(self._entries, self._skip, strict=True):
+                ok = ~skip & (entry.statuses == Status.OK)
+                core.engine.delete_many(entry.blocks.take(ok))
+                entry.statuses[~skip] = Status.FAILED
+            raise
+
+    # -- finish: on the owner thread --------------------------------------------------------------
+
+    def finish(self) -> None:
+        core = self._core
+        core.coming -= self._coming
+        for number, entry in enumerate(self._entries):
+            if self.failure is not None:
+                entry.statuses[~self._skip[number]] = Status.FAILED
+                entry.reason = self.failure.message
+            self._finish(entry, self._skip[number], synced=self._synced[number])
+        if self._removal is not None:
+            self._removal.finish()
+        if any((entry.statuses == Status.FULL).any() for entry in self._entries):
+            core.note_full()
+        core.writer.written(self._entries, self._seconds)
+
+    def _finish(self, entry: Entry, skip: np.ndarray, *, synced: bool) -> None:
+        core, index = self._core, self._core.index
+        generations = entry.begins["generation"]
+        held, ok = ~skip, ~skip & (entry.statuses == Status.OK)
+        bad = held & ~ok
+        for row in entry.rows.tolist():
+            core.writing.pop(row, None)
+        if entry.renews:
+            self._renew(entry, ok)
+        else:
+            core.release(entry.rows[held], generations[held])
+            index.commit(entry.rows[ok], generations[ok], entry.written[ok])
+            if entry.dirty:
+                # What the disk refused can be read as long as memory keeps it.
+                still = bad & index.holds(entry.rows, generations)
+                index.clear_flags(entry.rows[still], DIRTY)
+            else:
+                index.abort(entry.rows[bad])
+                core.publish_stored(entry.rows[ok])
+        if synced:
+            kept = ok & index.holds(entry.rows, generations)
+            core.note_durable(entry.rows[kept])
+        core.counters.written_bytes += int(entry.blocks.lengths[ok].sum())
+        core.bounce.release(entry.extents)
+
+    def _renew(self, entry: Entry, ok: np.ndarray) -> None:
+        """Let rows hold the versions just written; the old ones go when their readers have gone."""
+        core, rows, index = self._core, entry.rows, self._core.index
+        old = self._old[id(entry)]
+        there = ok & index.holds(rows, old) & ((index.flags[rows] & DISK) != 0)
+        core.release(rows, old)
+        new = entry.begins[there]
+        supersede(core, rows[there], new["length"], new["generation"], entry.written[there])
+        if (ok & ~there).any():
+            # Deleted by name meanwhile: what was written must not come back with the journal.
+            forget(core, entry.begins[ok & ~there], entry.blocks.take(ok & ~there))
