@@ -57,6 +57,10 @@ def misspelt_variable(scene: Scene) -> None:
     scene.values["KVSTORE_CAPACTY"] = "1GiB"
 
 
+def empty_folder(scene: Scene) -> None:
+    (scene.folder / "new").mkdir()
+
+
 def strangers_folder(scene: Scene) -> None:
     (scene.folder / "new").mkdir()
     (scene.folder / "new" / "thesis.txt").write_text("precious")
@@ -230,6 +234,9 @@ ROWS = [
         13, "ConfigError", ("capacity (--capacity)", "67108863"), "at least 64MiB"),
     Row("too small a capacity at creation", nothing, "create {new} --capacity 63MiB",
         13, "ConfigError", ("capacity (--capacity)", "66060288"), "at least 64MiB"),
+    Row("an unknown engine for an empty directory", empty_folder,
+        "create {new} --engine bogus --capacity 64MiB",
+        13, "ConfigError", ("'bogus'",), "filesystem"),
     Row("an unknown engine", nothing, "create {new} --engine bogus --capacity 64MiB",
         13, "ConfigError", ("'bogus'",), "filesystem"),
     # Stores.
