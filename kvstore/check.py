@@ -15,8 +15,9 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from kvstore import layout, record
+from kvstore import files, layout, record
 from kvstore.backends.base import Status
+from kvstore.errors import KVStoreError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,22 +33,29 @@ _MANIFEST_SHARE = 8
 
 def is_whole(engine: Engine, store: bytes, one: Blocks) -> bool:
     """Read one record, apart from everything else, and tell whether it is what it should be."""
-    with (
-        mmap.mmap(-1, record.image_bytes(int(one.lengths[0]))) as buffer,
-        memoryview(buffer) as image,
-    ):
-        read = engine.get_many_into(one, [image])
-        verdict, _, _ = record.judge(
-            image,
-            int(read.filled[0]),
-            store=store,
-            namespace=one.namespace,
-            shard=one.shard,
-            key=one.keys[0].tobytes(),
-            generation=int(one.generations[0]),
-            length=int(one.lengths[0]),
-        )
-        return read.statuses[0] == Status.OK and verdict == record.Verdict.OK
+    image, status = _read_alone(engine, one)
+    verdict, _, _ = record.judge(
+        image,
+        len(image),
+        store=store,
+        namespace=one.namespace,
+        shard=one.shard,
+        key=one.keys[0].tobytes(),
+        generation=int(one.generations[0]),
+        length=int(one.lengths[0]),
+    )
+    return status == Status.OK and verdict == record.Verdict.OK
+
+
+def _read_alone(engine: Engine, one: Blocks) -> tuple[memoryview, Status]:
+    """Return what can be read of one record, in memory of its own.
+
+    The memory goes with its last view: closing it here would fail while the traceback of an error
+    still holds one.
+    """
+    image = memoryview(mmap.mmap(-1, record.image_bytes(int(one.lengths[0]))))
+    read = engine.get_many_into(one, [image])
+    return image[: int(read.filled[0])], Status(int(read.statuses[0]))
 
 
 class Quarantine:
@@ -69,7 +77,7 @@ class Quarantine:
             try:
                 with self._lock:
                     self._keep_one(engine, one, reason)
-            except OSError as error:
+            except (OSError, KVStoreError) as error:
                 log.warning("cannot quarantine %s: %s", one.keys.tobytes().hex(), error)
 
     def _keep_one(self, engine: Engine, one: Blocks, reason: str) -> None:
@@ -77,25 +85,31 @@ class Quarantine:
             f"{one.namespace.hex()}-{one.shard:04x}-{one.keys.tobytes().hex()}"
             f".{int(one.generations[0]):016x}.kvb"
         )
-        size = record.image_bytes(int(one.lengths[0]))
-        with mmap.mmap(-1, size) as buffer, memoryview(buffer) as image:
-            read = engine.get_many_into(one, [image])
-            filled = int(read.filled[0]) if read.statuses[0] != Status.MISSING else 0
-            kept = 0 < filled <= self.limit - self.bytes
-            if kept:
-                self._write(name, image[:filled])
+        image, status = _read_alone(engine, one)
+        kept = status != Status.MISSING and self._copy(name, image)
         self._note(one, reason, engine.name, name if kept else None)
 
-    def _write(self, name: str, data: memoryview) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(self.directory / name, flags, 0o600)
+    def _copy(self, name: str, data: memoryview) -> bool:
+        """Write a copy if the share lasts; tell whether it is there. A failure leaves no piece."""
+        if not 0 < len(data) <= self.limit - self.bytes:
+            return False
+        path = self.directory / name
         try:
-            while data:
-                data = data[os.write(descriptor, data) :]
+            # Nothing that is there already is written into, whoever put it there.
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            log.warning("cannot make %s: %s", path, error)
+            return False
+        try:
+            files.write_all(descriptor, data)
             self.bytes += os.fstat(descriptor).st_blocks * 512
+        except OSError as error:
+            log.warning("cannot write %s: %s", path, error)
+            path.unlink(missing_ok=True)
+            return False
         finally:
-            data.release()
             os.close(descriptor)
+        return True
 
     def _note(self, one: Blocks, reason: str, engine: str, name: str | None) -> None:
         line = {

@@ -118,6 +118,8 @@ class Core:
     """Bytes of earlier journal files that the next checkpoint will replace."""
     doubt: int = 0
     """Flags of rows whose records a power loss may have torn."""
+    trouble: str = ""
+    """Why engine and filesystem could not be asked for figures the last time."""
     scan: Reconcile | None = None
     """The comparison of index and engine that is under way."""
     scan_due: bool = False

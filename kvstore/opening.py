@@ -197,6 +197,9 @@ class Opening:
         loaded = checkpoint.load(
             self.path / self._record.blocks, self._record.uuid, self._record.epoch
         )
+        if not engine.capabilities.persistent:
+            log.warning("the engine %s forgets its blocks at the end", self._record.engine)
+            loaded = replace(loaded, events=loaded.events[:0])
         settled = settle.settle(loaded.events)
         core = self._assemble(self._record, namespaces, engine, loaded, settled)
         self._adopt_rows(core, settled)

@@ -260,6 +260,8 @@ class Store:
         core, found = self.core, list(self.core.problems)
         if core.read_only:
             found.append(f"read-only: {core.read_only}")
+        if core.trouble:
+            found.append(f"the store cannot be looked at: {core.trouble}")
         if core.space.at_floor:
             found.append("free space of the filesystem is below the floor (min_free)")
         if core.counters.corrupt_blocks:

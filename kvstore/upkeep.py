@@ -287,8 +287,9 @@ class Upkeep:
         def act() -> None:
             found.append(self._core.measure())
 
-        def after(_: Step) -> None:
+        def after(step: Step) -> None:
             self._measuring = False
+            self._core.trouble = step.failure.message if step.failure is not None else ""
             if found:
                 self._core.take(found[0])
 

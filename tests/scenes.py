@@ -11,6 +11,7 @@ import re
 import shlex
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ KEY_BYTES = 4
 VICTIM, PROBE = b"\xbb", b"\xee"
 """First bytes of the keys that tests damage, and of those that prove that the daemon serves."""
 FILE_HEADER_BYTES = 128
+NOTICE_SECONDS = 15.0
 _FAN = re.compile(r"blocks/[0-9a-f]{32}/[0-9a-f]{2}$")
 
 
@@ -87,6 +89,14 @@ class Served:
             if view is None or bytes(view) != data
         ]
         assert wrong == []
+
+    def wait_for_free(self, least: int, most: int) -> None:
+        """Wait until the daemon has noticed how much its filesystem has left, in bytes."""
+        deadline = time.monotonic() + NOTICE_SECONDS
+        with Client(str(self.daemon.socket)) as client:
+            while not least <= int(str(client.status()["free_bytes"])) <= most:
+                assert time.monotonic() < deadline, client.status()
+                time.sleep(0.05)
 
     def file(self, key: bytes) -> Path:
         (path,) = self.daemon.store.glob(f"blocks/*/*/*-{key.hex()}.*.kvb")
@@ -173,8 +183,10 @@ def snapshot(folder: Path) -> dict[str, str]:
                 found[name] = "directory"
         elif path.name.startswith("journal."):
             found[name] = digest(block_events(path))
-        else:
+        elif os.access(path, os.R_OK):
             found[name] = digest(path.read_bytes())
+        else:
+            found[name] = "closed to us"
     return found
 
 

@@ -57,6 +57,10 @@ def misspelt_variable(scene: Scene) -> None:
     scene.values["KVSTORE_CAPACTY"] = "1GiB"
 
 
+def empty_folder(scene: Scene) -> None:
+    (scene.folder / "new").mkdir()
+
+
 def strangers_folder(scene: Scene) -> None:
     (scene.folder / "new").mkdir()
     (scene.folder / "new" / "thesis.txt").write_text("precious")
@@ -138,14 +142,41 @@ def fill(point: Path) -> Path:
     return path
 
 
-def full_disk(scene: Scene) -> None:
-    point = scene.stack.enter_context(mounted(scene.folder, "tmpfs", "size=16m"))
+def small_disk(scene: Scene, options: str) -> Path:
+    """Let the row be about a daemon whose store has a small filesystem of its own."""
+    point = scene.stack.enter_context(mounted(scene.folder, "tmpfs", options))
     home = scene.folder.with_name(f"{scene.folder.name}-home")
     home.mkdir()
     (home / "store").symlink_to(point)
     scene.serve(Served(Daemon(home, OPTIONS)))
     input_of(1 << 20)(scene)
-    scene.repair = fill(point).unlink
+    return point
+
+
+def full_disk(scene: Scene) -> None:
+    filling = fill(small_disk(scene, "size=16m"))
+    scene.served.wait_for_free(0, 0)
+
+    def repair() -> None:
+        filling.unlink()
+        scene.served.wait_for_free(1 << 20, 1 << 40)
+
+    scene.repair = repair
+
+
+def full_disk_unforeseen(scene: Scene) -> None:
+    """There are bytes left, but nothing to give a file its name."""
+    point = small_disk(scene, "size=16m,nr_inodes=200")
+    free = os.statvfs(point).f_ffree
+    for number in range(free):
+        (point / f"filling-{number}").touch()
+
+    def repair() -> None:
+        for number in range(free):
+            (point / f"filling-{number}").unlink()
+        scene.served.wait_for_free(1 << 20, 1 << 40)
+
+    scene.repair = repair
 
 
 def truncated(scene: Scene) -> None:
@@ -230,6 +261,9 @@ ROWS = [
         13, "ConfigError", ("capacity (--capacity)", "67108863"), "at least 64MiB"),
     Row("too small a capacity at creation", nothing, "create {new} --capacity 63MiB",
         13, "ConfigError", ("capacity (--capacity)", "66060288"), "at least 64MiB"),
+    Row("an unknown engine for an empty directory", empty_folder,
+        "create {new} --engine bogus --capacity 64MiB",
+        13, "ConfigError", ("'bogus'",), "filesystem"),
     Row("an unknown engine", nothing, "create {new} --engine bogus --capacity 64MiB",
         13, "ConfigError", ("'bogus'",), "filesystem"),
     # Stores.
@@ -271,6 +305,9 @@ ROWS = [
         14, "StoreFull", ("{new}",), "free some space"),
     Row("a full disk", full_disk, f"{PUT} ddddddd2",
         14, "StoreFull", ("ddddddd2",), "free the disk"),
+    Row("a full disk that shows when it is written to", full_disk_unforeseen, f"{PUT} ddddddd6",
+        14, "StoreFull", ("ddddddd6",), "free the disk",
+        (JOURNAL, "folder/mounted-tmpfs/blocks/journal.*")),
     # Keys and blocks.
     Row("a key of 0 bytes", nothing, f"{PUT} ''",
         2, "InvalidKey", ("key '' has 0 bytes",), BOUNDS),

@@ -571,3 +571,14 @@ def test_a_store_that_was_copied_opens(path: Path, tmp_path: Path) -> None:
 @pytest.fixture(autouse=True)
 def _warnings(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
+
+
+def test_an_engine_that_forgets_is_opened_empty(tmp_path: Path) -> None:
+    local = Local(tmp_path / "store", engine="memory")
+    local.put(KEYS[:3], BLOCKS[:3])
+    assert local.get(KEYS[:3]) == BLOCKS[:3]
+    local.stop()
+    local = Local(tmp_path / "store")
+    assert local.contains(KEYS[:3]) == [False] * 3
+    assert local.put(KEYS[:3], BLOCKS[:3]) == [BlockStatus.OK] * 3
+    local.kill()

@@ -345,3 +345,26 @@ def test_clients_that_vanish_in_the_middle_leave_nothing_behind(daemon: Daemon) 
         assert all(one.get_many(names))
     assert len(os.listdir(f"/proc/{daemon.pid}/fd")) < 40
     assert daemon.stop() == 0
+
+
+def test_a_chain_longer_than_the_store_keeps_its_beginning(client: Client) -> None:
+    names = [key(n) for n in range(200)]
+    statuses = client.put_many(names, [block(n, 2 * MIB) for n in range(200)], chain=True)
+    kept = client.prefix(names)
+    assert kept > 90
+    assert (statuses[:kept] == BlockStatus.OK).all()
+    assert (statuses[kept:] == BlockStatus.FULL).all()
+    assert client.contains(names).sum() == kept
+
+
+def test_a_store_that_is_taken_away_is_a_problem(daemon: Daemon, client: Client) -> None:
+    client.put(key(1), b"x")
+    daemon.store.rename(daemon.folder / "elsewhere")
+    time.sleep(1.5)
+    status = client.status()
+    assert status["state"] == "degraded"
+    assert str(daemon.store) in str(status["problems"])
+    (daemon.folder / "elsewhere").rename(daemon.store)
+    time.sleep(1.5)
+    assert client.status()["state"] == "ready"
+    assert client.get(key(1)) == b"x"
