@@ -1,28 +1,21 @@
-"""Memory for blocks: one anonymous mapping in huge pages, handed out in 4 KiB-aligned extents.
+"""The bounce slab: memory for blocks in flight, handed out in 4 KiB-aligned extents.
 
-O_DIRECT moves 2 MiB out of huge pages in one request, but out of scattered 4 KiB pages in several,
-which halves the speed of a read. The lowest free extent is taken first, so that the same pages are
-used again and again: the first touch of a page costs more than copying into it.
+The lowest free extent is taken first, so that the same pages are used again and again: the first
+touch of a page costs more than copying into it.
 
 One thread owns a slab; others only read and fill the views of extents that it gave them.
 """
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 from bisect import bisect_left
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
-from kvstore.errors import Busy, ConfigError, UsageError
+from kvstore.errors import Busy, UsageError
+from kvstore.pages import PAGE, Pages, round_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-PAGE = 4096
-HUGE_PAGE = 2 << 20
 
 
 class Extent(NamedTuple):
@@ -43,12 +36,8 @@ class Slab:
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
             raise UsageError(f"a slab of {capacity} bytes was asked for", "give at least 4096")
-        self.capacity = _round_up(capacity, PAGE)
-        self._map = _map(self.capacity)
-        address = np.frombuffer(self._map, np.uint8).ctypes.data
-        self._start = -address % HUGE_PAGE
-        self._address = address + self._start
-        self._memory = memoryview(self._map)[self._start : self._start + self.capacity]
+        self._pages = Pages(capacity)
+        self.capacity = self._pages.capacity
         # Free extents by offset, never two that touch.
         self._offsets = [0]
         self._lengths = [self.capacity]
@@ -60,21 +49,15 @@ class Slab:
 
     @property
     def huge_bytes(self) -> int:
-        """How much of the slab is touched and lies in huge pages, after ``/proc/self/smaps``.
-
-        0 where smaps cannot be read. A neighbouring mapping that the kernel merged with this one
-        may count, up to the capacity.
-        """
-        with contextlib.suppress(OSError), open("/proc/self/smaps", encoding="ascii") as lines:
-            return min(_huge_bytes_at(self._address, lines), self.capacity)
-        return 0
+        """See :attr:`kvstore.pages.Pages.huge_bytes`."""
+        return self._pages.huge_bytes
 
     def allocate(self, sizes: Sequence[int]) -> list[Extent]:
         """Return an extent for each size (bytes, rounded up to 4 KiB): all of them or none.
 
         Raises Busy when there is no room now, UsageError when there never will be.
         """
-        lengths = [_round_up(size, PAGE) for size in sizes]
+        lengths = [round_up(size, PAGE) for size in sizes]
         if lengths and min(lengths) < PAGE:
             raise UsageError("an extent of no bytes was asked for", "ask for at least one byte")
         if sum(lengths) > self.capacity:
@@ -91,7 +74,7 @@ class Slab:
                     f"no buffer of {length} bytes is free, {self.free_bytes} bytes are in all",
                     "try again later",
                 )
-            extents.append(Extent(offset, length, self._memory[offset : offset + length]))
+            extents.append(Extent(offset, length, self._pages.memory[offset : offset + length]))
         return extents
 
     def release(self, extents: Iterable[Extent]) -> None:
@@ -130,36 +113,3 @@ class Slab:
         if at + 1 < len(self._offsets) and self._offsets[at + 1] == end:
             self._lengths[at] += self._lengths[at + 1]
             del self._offsets[at + 1], self._lengths[at + 1]
-
-
-def _round_up(size: int, unit: int) -> int:
-    return (size + unit - 1) // unit * unit
-
-
-def _map(capacity: int) -> mmap.mmap:
-    """Map enough to begin at a huge page; advice must come before the first touch."""
-    size = _round_up(capacity, HUGE_PAGE) + HUGE_PAGE
-    try:
-        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError) as error:
-        message = f"{size} bytes of memory cannot be mapped: {error}"
-        raise ConfigError(message, "give the store less memory") from error
-    # Kernels may lack either. Blocks hold prompts, which have no place in a core dump.
-    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP):
-        with contextlib.suppress(OSError):
-            mapping.madvise(advice)
-    return mapping
-
-
-def _huge_bytes_at(address: int, lines: Iterable[str]) -> int:
-    """Return ``AnonHugePages`` of the mapping that holds ``address``, in bytes."""
-    inside = False
-    for line in lines:
-        first, _, rest = line.partition(" ")
-        if first.endswith(":"):
-            if inside and first == "AnonHugePages:":
-                return int(rest.split()[0]) << 10
-        else:
-            low, _, high = first.partition("-")
-            inside = int(low, 16) <= address < int(high, 16)
-    return 0

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore import slab as slab_module
+from kvstore import pages
 from kvstore.errors import Busy, ConfigError, UsageError
-from kvstore.slab import HUGE_PAGE, PAGE, Extent, Slab
+from kvstore.pages import HUGE_PAGE, PAGE
+from kvstore.slab import Extent, Slab
 
 
 def address(view: memoryview) -> int:
@@ -57,12 +58,12 @@ def test_the_slab_works_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_mapping_that_does_not_begin_at_a_huge_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = slab_module._map
+    real = pages._map
 
     def crooked(capacity: int) -> memoryview:
         return memoryview(real(capacity + HUGE_PAGE))[3 * PAGE :]
 
-    monkeypatch.setattr("kvstore.slab._map", crooked)
+    monkeypatch.setattr("kvstore.pages._map", crooked)
     slab = Slab(4 << 20)
     (extent,) = slab.allocate([4 << 20])
     assert address(extent.view) % HUGE_PAGE == 0
