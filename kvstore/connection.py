@@ -1,362 +1,248 @@
-"""One client of the daemon: frames in, answers out.
+"""One client of the daemon: frames in, requests under way, answers out.
 
-A connection is one coroutine that reads a frame, answers it and reads the next, so its requests are
-answered in order. Payloads go straight between the socket and slab extents.
+A connection is one coroutine that reads frames, a task for each request, and a wire that takes one
+frame at a time. Blocks that travel in the payload are received before the next frame is read. Not
+reading is how a client is held back: no further frame is taken while it has ``max_requests`` under
+way or ``max_client_bytes`` in them. Only what cancels a request is taken at any time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from kvstore import protocol, record
-from kvstore.answers import Ack, BlockStatus
-from kvstore.errors import (
-    KVStoreError,
-    ProtocolError,
-    UnknownNamespace,
-    UsageError,
-)
-from kvstore.keys import check_block_length, namespace_id
+from kvstore import protocol
+from kvstore.errors import Cancelled, KVStoreError, ProtocolError, UnknownNamespace
+from kvstore.mapped import Regions
 from kvstore.protocol import Flag, Frame, Op
-from kvstore.put import PutRequest
+from kvstore.service import OPERATIONS
+from kvstore.underway import Request, weight
+from kvstore.wire import Gone, Wire, close_all
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import Sequence
 
+    from kvstore.feed import Feed
     from kvstore.namespaces import Namespace
+    from kvstore.peers import Peer
     from kvstore.server import Server
-    from kvstore.slab import Extent
     from kvstore.store import Store
 
 log = logging.getLogger(__name__)
 
-GET_BUDGET = 32 << 20
-"""Image bytes that one reply frame of a get may take in the slab."""
-SLICE_KEYS = 4096
-"""Keys that are looked up at a time, so that nobody waits for a long question of another."""
-LIST_LIMIT = 4096
-_SCRATCH = 256 << 10
-_SEND_BUFFERS = 256
+MAX_HANDLES = 1024
 
 
 class Connection:
-    """Serves the client behind ``sock``, a non-blocking stream socket, until it goes."""
+    """Serves the client behind ``sock``, a non-blocking stream socket, until it goes.
 
-    def __init__(self, server: Server, sock: socket.socket) -> None:
-        self._server = server
-        self._sock = sock
-        self._loop = asyncio.get_running_loop()
+    ``regions``, ``feeds`` (by request id) and namespace handles belong to the connection.
+    """
+
+    def __init__(self, server: Server, sock: socket.socket, peer: Peer, *, local: bool) -> None:
+        settings = server.settings
+        self.server = server
+        self.peer = peer
+        self.local = local
+        self.regions = Regions(settings.max_client_regions, server.allowance)
+        self.feeds: dict[int, Feed] = {}
+        self._wire = Wire(sock, settings.request_timeout)
         self._handles: dict[int, Namespace] = {}
-        self._unread = 0
-        self.idle = True
-        """Between two requests; may be dropped without breaking one."""
+        self._under_way: dict[int, Request] = {}
+        self._cancels: set[Request] = set()
+        self._bytes = 0
+        self._finished = asyncio.Event()
+
+    # -- life -------------------------------------------------------------------------------------
 
     async def serve(self) -> None:
-        header = bytearray(protocol.HEADER_BYTES)
         try:
-            while not self._server.stopping and await self._receive_start(header):
-                self.idle = False
-                await self._one_request(protocol.unpack(header))
-                self.idle = True
+            await self._read_frames()
+            await self._let_finish()
         except ProtocolError as error:
             log.warning("closing a client's connection: %s", error)
-            with suppress(OSError, TimeoutError):
-                await self._fail(Frame(Op.ADMIN), error)
-        except (ConnectionError, TimeoutError, EOFError) as error:
-            log.debug("client gone: %r", error)
+            with suppress(Gone):
+                await self.send(Frame(Op.ADMIN), protocol.error_meta(error), flags=Flag.ERROR)
+        except Gone as error:
+            log.debug("client gone: %s", error)
+        except Exception:
+            # The outermost frame of a connection: the others go on.
+            log.exception("a connection failed")
+            self.server.count_failed_request()
         finally:
-            self._sock.close()
+            await self._end()
 
-    async def _one_request(self, frame: Frame) -> None:
-        self._unread = frame.payload_bytes
-        meta = bytearray(frame.meta_bytes)
-        async with self._patience():
-            await self._receive(memoryview(meta))
-        try:
-            await self._answer(frame, meta)
-        except ProtocolError:
-            raise
-        except KVStoreError as error:
-            await self._skip_payload()
-            await self._fail(frame, error)
-        except (ConnectionError, TimeoutError, EOFError):
-            raise
-        except Exception as error:
-            # The outermost frame of a request: the daemon goes on, the client is told.
-            log.exception("a request failed")
-            self._server.count_failed_request()
-            await self._skip_payload()
-            await self._fail(frame, KVStoreError(f"the daemon failed: {error!r}", "see its log"))
+    async def _read_frames(self) -> None:
+        header = bytearray(protocol.HEADER_BYTES)
+        while (descriptors := await self._wire.begin(header)) is not None:
+            try:
+                await self._take(protocol.unpack(header), descriptors)
+            finally:
+                close_all(descriptors)
 
-    async def _answer(self, frame: Frame, meta: bytearray) -> None:
-        if frame.op == Op.ADMIN:
-            await self._admin(frame, protocol.Meta(meta).json())
-            return
-        store = await self._server.ready(frame.deadline_ms)
-        namespace = self._namespace(store, frame.handle)
-        fields = protocol.Meta(meta)
-        if frame.op == Op.PUT:
-            await self._put(store, namespace, frame, fields)
-            return
-        if frame.payload_bytes:
-            raise ProtocolError("a payload where none belongs", "check the client")
-        keys = fields.keys(frame.count, frame.key_length)
-        if frame.op == Op.GET:
-            await self._get(store, namespace, frame, keys)
-        elif frame.op == Op.CONTAINS:
-            await self._contains(store, namespace, frame, keys)
+    async def _take(self, frame: Frame, descriptors: list[int]) -> None:
+        """Receive the rest of a frame and start what it asks for."""
+        await self._wire.skip(frame.header_bytes - protocol.HEADER_BYTES)
+        if frame.request in self._under_way or frame.request in self.feeds:
+            raise ProtocolError(f"request {frame.request} is under way twice", "use new numbers")
+        if frame.op == Op.CANCEL:
+            await self._admit_cancel()
         else:
-            await self._delete(store, namespace, frame, keys)
+            await self._admit(frame)
+        request = Request(self, frame)
+        try:
+            await request.receive(self._wire, descriptors)
+        except BaseException:
+            request.release()
+            raise
+        request.task = asyncio.get_running_loop().create_task(self._see_through(request))
+        if frame.op == Op.CANCEL:
+            self._cancels.add(request)
+        else:
+            self._bytes += weight(frame)
+            self._under_way[frame.request] = request
 
-    def _namespace(self, store: Store, handle: int) -> Namespace:
+    async def _admit(self, frame: Frame) -> None:
+        """Hold the client back while too much of it is under way."""
+        settings = self.server.settings
+        while len(self._under_way) >= settings.max_requests or (
+            self._under_way and self._bytes + weight(frame) > settings.max_client_bytes
+        ):
+            await self._any_finished()
+
+    async def _admit_cancel(self) -> None:
+        while len(self._cancels) >= self.server.settings.max_requests:
+            await self._any_finished()
+
+    async def _any_finished(self) -> None:
+        self._finished.clear()
+        await self._finished.wait()
+
+    def _forget(self, request: Request) -> None:
+        if request.frame.op == Op.CANCEL:
+            self._cancels.discard(request)
+        else:
+            del self._under_way[request.frame.request]
+            self._bytes -= weight(request.frame)
+        self._finished.set()
+
+    async def _let_finish(self) -> None:
+        """Answer what is under way to a client that only stopped sending, or while we drain."""
+        while (self._under_way or self._cancels) and not self._wire.hung_up():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await self._any_finished()
+
+    async def _end(self) -> None:
+        """Let go of everything, regions after the last access of the last request."""
+        for request in self._under_way.values():
+            request.cancel()
+        self._wire.hang_up()
+        tasks = {request.task for request in (*self._under_way.values(), *self._cancels)}
+        if tasks:
+            await asyncio.wait([task for task in tasks if task is not None])
+        for feed in list(self.feeds.values()):
+            await feed.close()
+        self.feeds.clear()
+        self.regions.close()
+        self._wire.close()
+
+    def drain(self) -> None:
+        """Take no further request; end when those under way are answered."""
+        self._wire.stop_reading()
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    async def _see_through(self, request: Request) -> None:
+        """The outermost frame of a request: whatever happens in it, the client gets one answer."""
+        error: KVStoreError | None = None
+        try:
+            request.check()
+            await OPERATIONS[request.frame.op](request)
+        except asyncio.CancelledError:
+            error = Cancelled("the request was cancelled", "ask again if it is still wanted")
+        except KVStoreError as raised:
+            error = raised
+        except Gone as gone:
+            log.debug("client gone: %s", gone)
+        except Exception as raised:
+            log.exception("a request failed")
+            self.server.count_failed_request()
+            error = KVStoreError(f"the daemon failed: {raised!r}", "see its log")
+        request.release()
+        if error is not None and not request.answered:
+            with suppress(Gone):
+                await self.answer(request, protocol.error_meta(error), flags=Flag.ERROR)
+        self._forget(request)
+
+    async def cancel(self, number: int) -> None:
+        """Stop a request as early as possible; return after its answer and its last access."""
+        if number in self.feeds:
+            await self.feeds.pop(number).close()
+        elif number in self._under_way:
+            request = self._under_way[number]
+            request.cancel()
+            assert request.task is not None
+            await asyncio.wait([request.task])
+
+    def may_hear_of(self, identity: str) -> bool:
+        """Tell whether this client may know what is in a namespace: it has opened it, or may."""
+        return self.peer.administrator or any(
+            known is not None and known.id.hex() == identity
+            for known in (*self._handles.values(), self.server.default)
+        )
+
+    def open(self, namespace: Namespace) -> int:
+        """Return the handle of a namespace on this connection."""
+        for handle, known in self._handles.items():
+            if known is namespace:
+                return handle
+        handle = len(self._handles) + 1
+        self._handles[handle] = namespace
+        return handle
+
+    def namespace(self, store: Store, handle: int) -> Namespace:
+        """Return the namespace of a handle. Raises UnknownNamespace."""
         if handle == protocol.DEFAULT_HANDLE:
-            return self._server.default_namespace(store)
+            return self.server.default_namespace(store)
         if handle not in self._handles:
             raise UnknownNamespace(f"namespace handle {handle} is not open", "open it first")
         return self._handles[handle]
 
-    # -- data -------------------------------------------------------------------------------------
+    # -- answers ----------------------------------------------------------------------------------
 
-    async def _put(
-        self, store: Store, namespace: Namespace, frame: Frame, fields: protocol.Meta
-    ) -> None:
-        request = self._put_request(namespace, frame, fields)
-        sizes = record.image_bytes_of(request.lengths).tolist()
-        if len(sizes) > 1 and sum(sizes) > store.core.slab.capacity // 2:
-            raise UsageError(
-                f"{len(sizes)} blocks take {sum(sizes)} bytes of memory at once",
-                f"send batches of at most {store.core.slab.capacity // 2}, 8 KiB for a small block",
-            )
-        extents = await self._server.extents(store, sizes, frame.deadline_ms)
-        try:
-            await self._receive_payload(request.lengths.tolist(), extents)
-            statuses = await self._server.put(store, request, [extent.view for extent in extents])
-        finally:
-            self._server.give_back(store, extents)
-        await self._reply(frame, statuses.tobytes(), count=len(statuses))
-
-    def _put_request(self, namespace: Namespace, frame: Frame, fields: protocol.Meta) -> PutRequest:
-        if not frame.count:
-            raise UsageError("a put of no blocks", "send at least one")
-        keys = fields.keys(frame.count, frame.key_length)
-        lengths = fields.u32(frame.count).astype(np.uint32)
-        parent = fields.short()
-        label = _text(fields.short())
-        if int(lengths.sum(dtype=np.uint64)) != frame.payload_bytes:
-            raise ProtocolError(
-                f"lengths of {int(lengths.sum(dtype=np.uint64))} bytes announced with a payload of"
-                f" {frame.payload_bytes}",
-                "check the client",
-            )
-        shortest = int(lengths.argmin())
-        check_block_length(int(lengths[shortest]), keys[shortest].tobytes())
-        return PutRequest(
-            namespace,
-            frame.shard,
-            keys,
-            lengths,
-            durable=frame.ack == Ack.DURABLE,
-            chain=bool(frame.flags & Flag.CHAIN),
-            parent=parent,
-            label=label,
-        )
-
-    async def _get(
-        self, store: Store, namespace: Namespace, frame: Frame, keys: np.ndarray
-    ) -> None:
-        if not len(keys):
-            await self._reply(frame, b"")
-        start = 0
-        while start < len(keys):
-            job = await self._server.get(
-                store,
-                namespace,
-                frame.shard,
-                keys[start : start + SLICE_KEYS],
-                GET_BUDGET,
-                frame.deadline_ms,
-            )
-            try:
-                start += job.count
-                hits = np.flatnonzero(job.statuses == BlockStatus.OK).tolist()
-                payloads = [job.payload(position) for position in hits]
-                meta = job.statuses.tobytes() + job.lengths.tobytes() + job.checksums.tobytes()
-                flags = Flag.MORE if start < len(keys) else 0
-                await self._reply(frame, meta, payloads, count=job.count, flags=flags)
-            finally:
-                job.close()
-                self._server.slab_changed()
-
-    async def _contains(
-        self, store: Store, namespace: Namespace, frame: Frame, keys: np.ndarray
-    ) -> None:
-        masks = []
-        for start in range(0, len(keys), SLICE_KEYS):
-            masks.append(store.contains(namespace, frame.shard, keys[start : start + SLICE_KEYS]))
-            if frame.flags & Flag.PREFIX and not masks[-1].all():
-                break
-            # Let others have the event loop between two slices of a long question.
-            await asyncio.sleep(0)
-        mask = np.concatenate([np.zeros(0, np.bool_), *masks])
-        if frame.flags & Flag.PREFIX:
-            length = len(mask) if mask.all() else int(mask.argmin())
-            await self._reply(frame, length.to_bytes(4, "little"), count=frame.count)
-        else:
-            await self._reply(frame, mask.astype(np.uint8).tobytes(), count=frame.count)
-
-    async def _delete(
-        self, store: Store, namespace: Namespace, frame: Frame, keys: np.ndarray
-    ) -> None:
-        statuses = await self._server.delete(store, namespace, frame.shard, keys)
-        await self._reply(frame, statuses.tobytes(), count=frame.count)
-
-    # -- administration ---------------------------------------------------------------------------
-
-    async def _admin(self, frame: Frame, request: dict[str, Any]) -> None:
-        action = request.get("op")
-        if action == "status":
-            answer = self._server.status()
-        else:
-            store = await self._server.ready(frame.deadline_ms)
-            if action == "namespace":
-                answer = await self._open_namespace(store, request)
-            elif action == "list":
-                answer = self._list(store, request)
-            elif action == "flush":
-                await self._server.flush(store)
-                answer = {}
-            else:
-                raise UsageError(f"administration knows no operation {action!r}", "upgrade kvstore")
-        await self._reply(frame, protocol.dump(answer))
-
-    async def _open_namespace(self, store: Store, request: dict[str, Any]) -> dict[str, object]:
-        wanted = request.get("record")
-        if not isinstance(wanted, dict):
-            raise UsageError("a namespace is opened by its record", "send a JSON object")
-        namespace = store.core.namespaces.by_id(namespace_id(wanted))
-        if namespace is None:
-            if not request.get("create"):
-                raise UnknownNamespace(
-                    f"namespace {_spoken(wanted)} does not exist",
-                    "check its record, or put with --create-namespace",
-                )
-            namespace = await self._server.in_worker(
-                lambda: store.core.namespaces.open(wanted, create=True)
-            )
-        handle = namespace.number + 1
-        self._handles[handle] = namespace
-        return {"handle": handle, "id": namespace.id.hex(), "key_length": namespace.key_length}
-
-    def _list(self, store: Store, request: dict[str, Any]) -> dict[str, object]:
-        handle, start = request.get("handle"), request.get("start", 0)
-        if not isinstance(start, int) or not isinstance(handle, (int, type(None))):
-            raise UsageError("a list is asked for by numbers", "send integers, or no handle")
-        namespace = None if handle is None else self._namespace(store, handle)
-        blocks, following = store.list_rows(namespace, max(start, 0), LIST_LIMIT)
-        return {"blocks": blocks, "next": following}
-
-    # -- bytes ------------------------------------------------------------------------------------
-
-    @asynccontextmanager
-    async def _patience(self) -> AsyncIterator[None]:
-        """Bound the time for which a client may stall us in the middle of something."""
-        async with asyncio.timeout(self._server.patience):
-            yield
-
-    async def _receive_start(self, header: bytearray) -> bool:
-        """Wait for a header, as long as it takes; False if the client has gone."""
-        got = await self._loop.sock_recv_into(self._sock, header)
-        if not got:
-            return False
-        async with self._patience():
-            await self._receive(memoryview(header)[got:])
-        return True
-
-    async def _receive(self, view: memoryview) -> None:
-        while view:
-            got = await self._loop.sock_recv_into(self._sock, view)
-            if not got:
-                raise EOFError("the client went in the middle of a frame")
-            view = view[got:]
-
-    async def _receive_payload(self, lengths: Sequence[int], extents: Sequence[Extent]) -> None:
-        start = record.HEADER_PAGE
-        async with self._patience():
-            for length, extent in zip(lengths, extents, strict=True):
-                await self._receive(extent.view[start : start + length])
-                self._unread -= length
-
-    async def _skip_payload(self) -> None:
-        scratch = memoryview(bytearray(min(_SCRATCH, self._unread)))
-        async with self._patience():
-            while self._unread:
-                part = scratch[: min(len(scratch), self._unread)]
-                got = await self._loop.sock_recv_into(self._sock, part)
-                if not got:
-                    raise EOFError("the client went in the middle of a frame")
-                self._unread -= got
-
-    async def _fail(self, frame: Frame, error: KVStoreError) -> None:
-        await self._reply(frame, protocol.error_meta(error), flags=Flag.ERROR)
-
-    async def _reply(
+    async def answer(
         self,
-        frame: Frame,
+        request: Request,
         meta: bytes,
         payloads: Sequence[memoryview] = (),
         *,
         count: int = 0,
         flags: int = 0,
+        descriptors: Sequence[int] = (),
     ) -> None:
-        header = replace(
-            frame,
-            flags=flags,
-            count=count,
-            meta_bytes=len(meta),
-            payload_bytes=sum(map(len, payloads)),
-        )
-        async with self._patience():
-            await self._send([memoryview(header.pack() + meta), *payloads])
+        """Send a reply; without the flag MORE it is the last of its request."""
+        async with self._wire.turn:
+            request.answered = not flags & Flag.MORE
+            await self._send(
+                replace(request.frame, flags=flags, count=count), meta, payloads, descriptors
+            )
 
-    async def _send(self, views: list[memoryview]) -> None:
-        at = 0
-        while at < len(views):
-            try:
-                sent = self._sock.sendmsg(views[at : at + _SEND_BUFFERS])
-            except BlockingIOError:
-                await self._writable()
-                continue
-            while at < len(views) and sent >= len(views[at]):
-                sent -= len(views[at])
-                at += 1
-            if sent:
-                views[at] = views[at][sent:]
+    async def send(self, frame: Frame, meta: bytes, **changes: int) -> None:
+        """Send a frame that is the answer to no request."""
+        async with self._wire.turn:
+            await self._send(replace(frame, **changes), meta)
 
-    async def _writable(self) -> None:
-        ready: asyncio.Future[None] = self._loop.create_future()
-        self._loop.add_writer(self._sock, ready.set_result, None)
-        ready.add_done_callback(lambda _: self._loop.remove_writer(self._sock))
-        try:
-            await ready
-        finally:
-            self._loop.remove_writer(self._sock)
-
-
-def _spoken(wanted: dict[str, object]) -> str:
-    """Return how a person knows a namespace: its name, if the record has one, and its id."""
-    identity, name = namespace_id(wanted).hex(), wanted.get("name")
-    return f"{name[:80]!r} ({identity})" if isinstance(name, str) else identity
-
-
-def _text(value: bytes) -> str:
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        raise UsageError("a label that is not UTF-8", "send UTF-8 text") from None
+    async def _send(
+        self,
+        frame: Frame,
+        meta: bytes,
+        payloads: Sequence[memoryview] = (),
+        descriptors: Sequence[int] = (),
+    ) -> None:
+        header = replace(frame, meta_bytes=len(meta), payload_bytes=sum(map(len, payloads))).pack()
+        await self._wire.send([memoryview(header + meta), *payloads], descriptors)

@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 _MAX_FILE_BYTES = 2 * MAX_NAMESPACE_RECORD_BYTES
 _MAX_NUMBERS = 1 << 16
 _SUFFIX = ".json"
+PRIVATE = "private"
+"""The field of a record that, if 1, keeps the namespace to its owner and administrators."""
 
 
 @dataclass(eq=False, slots=True)
@@ -51,12 +53,14 @@ class Namespace:
 
     ``record`` is None while only the id is known (its file is damaged or gone): such a namespace
     keeps its blocks but is opened by nobody. ``number`` stands for it in this process only.
+    ``owner`` is the user who made it, kept for private ones only.
     """
 
     id: bytes
     number: int
     record: NamespaceRecord | None
     key_length: int | None = None
+    owner: int | None = None
 
 
 class Namespaces:
@@ -106,6 +110,7 @@ class Namespaces:
         try:
             data = files.read_regular(path, _MAX_FILE_BYTES)
             namespace.record, namespace.key_length = decode(data, identity)
+            namespace.owner = decode_owner(data)
         except (OSError, CorruptStore) as error:
             reason = error.message if isinstance(error, CorruptStore) else error.strerror
             self._note(f"{path} is damaged: {reason}; its blocks are kept until it is opened again")
@@ -132,8 +137,10 @@ class Namespaces:
         with self._lock:
             return self._by_id.get(identity) or self._add(identity, None)
 
-    def open(self, record: NamespaceRecord, create: bool) -> Namespace:
+    def open(self, record: NamespaceRecord, create: bool, owner: int | None = None) -> Namespace:
         """Return the namespace of a full record, making it durably with ``create``.
+
+        A private one is then ``owner``'s; one whose file was damaged has no owner any more.
 
         Whoever has the record restores a damaged file by this. Raises UnknownNamespace, InvalidKey
         (a record that has no canonical form), StoreFull (too many, or the disk), ReadOnly,
@@ -143,12 +150,14 @@ class Namespaces:
         with self._lock:
             namespace = self._by_id.get(identity)
             if namespace is None:
-                return self._create(identity, record, create)
+                return self._create(identity, record, create, owner)
             if namespace.record is None:
                 self._restore(namespace, record)
             return namespace
 
-    def _create(self, identity: bytes, record: NamespaceRecord, create: bool) -> Namespace:
+    def _create(
+        self, identity: bytes, record: NamespaceRecord, create: bool, owner: int | None
+    ) -> Namespace:
         if not create:
             raise UnknownNamespace(
                 f"namespace {identity.hex()} does not exist", "check its record, or create it"
@@ -158,23 +167,26 @@ class Namespaces:
                 f"the store has {MAX_NAMESPACES} namespaces, no more are allowed",
                 "use one of them, or another store",
             )
-        self._write(identity, record, None)
-        return self._add(identity, record)
+        owner = owner if record.get(PRIVATE) == 1 else None
+        self._write(identity, record, None, owner)
+        return self._add(identity, record, owner)
 
     def _restore(self, namespace: Namespace, record: NamespaceRecord) -> None:
         """Believe a record whose id is that of a damaged file, and try to write the file again."""
         namespace.record = record
         try:
-            self._write(namespace.id, record, namespace.key_length)
+            self._write(namespace.id, record, namespace.key_length, namespace.owner)
         except KVStoreError as error:
             log.warning("namespace %s is usable, its file is not: %s", namespace.id.hex(), error)
 
-    def _add(self, identity: bytes, record: NamespaceRecord | None) -> Namespace:
+    def _add(
+        self, identity: bytes, record: NamespaceRecord | None, owner: int | None = None
+    ) -> Namespace:
         if len(self._numbered) >= _MAX_NUMBERS:
             raise CorruptStore(
                 f"the records of this store name {_MAX_NUMBERS} namespaces", "run kvstore fsck"
             )
-        namespace = Namespace(identity, len(self._numbered), record)
+        namespace = Namespace(identity, len(self._numbered), record, owner=owner)
         self._numbered.append(namespace)
         self._by_id[identity] = namespace
         return namespace
@@ -205,7 +217,7 @@ class Namespaces:
 
     def _save_length(self, namespace: Namespace, length: int | None) -> None:
         if namespace.record is not None:
-            self._write(namespace.id, namespace.record, length)
+            self._write(namespace.id, namespace.record, length, namespace.owner)
         namespace.key_length = length
 
     # -- files ------------------------------------------------------------------------------------
@@ -213,7 +225,13 @@ class Namespaces:
     def _path(self, identity: bytes) -> Path:
         return self._directory / (identity.hex() + _SUFFIX)
 
-    def _write(self, identity: bytes, record: NamespaceRecord, key_length: int | None) -> None:
+    def _write(
+        self,
+        identity: bytes,
+        record: NamespaceRecord,
+        key_length: int | None,
+        owner: int | None,
+    ) -> None:
         path = self._path(identity)
         if self._read_only:
             raise ReadOnly(
@@ -223,14 +241,16 @@ class Namespaces:
             if not self._directory.exists():
                 self._directory.mkdir(files.DIRECTORY_MODE)
                 files.sync_directory(self._directory.parent)
-            files.replace(path, encode(record, key_length))
+            files.replace(path, encode(record, key_length, owner))
         except OSError as error:
             raise files.translate(error, f"write {path}") from error
 
 
-def encode(record: NamespaceRecord, key_length: int | None) -> bytes:
+def encode(record: NamespaceRecord, key_length: int | None, owner: int | None = None) -> bytes:
     """Return a namespace file in bytes."""
-    document = {"record": record, "key_length": key_length}
+    document: dict[str, object] = {"record": record, "key_length": key_length}
+    if owner is not None:
+        document["owner"] = owner
     return json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"
 
 
@@ -250,6 +270,12 @@ def decode(data: bytes, identity: bytes) -> tuple[NamespaceRecord, int | None]:
     if type(length) is not int or not 1 <= length <= MAX_KEY_BYTES:
         raise CorruptStore(f"its key length is {length!r}")
     return record, length
+
+
+def decode_owner(data: bytes) -> int | None:
+    """Return the owner that a namespace file names, after :func:`decode` found it good."""
+    owner = json.loads(data).get("owner")
+    return owner if type(owner) is int and owner >= 0 else None
 
 
 def _id_of(name: str) -> bytes | None:

@@ -12,39 +12,34 @@ import contextlib
 import logging
 import os
 import signal
-import socket
-import stat
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from socket import AF_UNIX
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstore import __version__, keys
 from kvstore.answers import BlockStatus
 from kvstore.connection import Connection
-from kvstore.errors import (
-    Busy,
-    ConfigError,
-    DaemonUnavailable,
-    KVStoreError,
-    PermissionDenied,
-    StoreLocked,
-)
+from kvstore.errors import Busy, DaemonUnavailable, KVStoreError
+from kvstore.mapped import Allowance
 from kvstore.opening import Opening, Options
+from kvstore.peers import group_id, peer_of
+from kvstore.sockets import inherited_listeners, tcp_listener, unix_listener
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    import socket
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from kvstore.backends.base import U8
-    from kvstore.get import Get
     from kvstore.job import Job
     from kvstore.namespaces import Namespace
     from kvstore.put import PutRequest
-    from kvstore.slab import Extent
     from kvstore.store import Store
+    from kvstore.writer import LateError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -53,12 +48,21 @@ TICK_SECONDS = 0.5
 """The order of use survives a kill up to the last tick."""
 SWITCH_INTERVAL = 0.0005
 """Seconds for which a thread may keep the interpreter; the default of 5 ms makes I/O wait."""
-_BACKLOG = 128
+_ROOM_SECONDS = 0.05
+"""How often whoever waits for memory looks again by itself: it becomes free in many ways."""
+_NO_DELAY = (6, 1, 1)
+"""IPPROTO_TCP, TCP_NODELAY: answers are short and somebody waits for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Plain settings of the daemon; times in seconds."""
+    """Plain settings of the daemon; times in seconds, sizes in bytes.
+
+    ``listen`` is ``tcp://HOST:PORT`` or None. Members of ``socket_group`` may connect, those of
+    ``admin_group`` may do everything. One client has at most ``max_requests`` under way, with
+    ``max_client_bytes`` of frames and memory, and ``max_client_regions`` bytes of regions; all
+    together have ``max_regions``.
+    """
 
     socket: Path
     store: Path
@@ -67,6 +71,13 @@ class ServerOptions:
     max_clients: int = 256
     request_timeout: float = 30.0
     drain_timeout: float = 60.0
+    listen: str | None = None
+    socket_group: str | None = None
+    admin_group: str | None = None
+    max_requests: int = 64
+    max_client_bytes: int = 128 << 20
+    max_client_regions: int = 1 << 30
+    max_regions: int = 8 << 30
 
 
 @dataclass(eq=False)
@@ -79,7 +90,12 @@ class Server:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _clients: dict[Connection, asyncio.Task[None]] = field(default_factory=dict)
     _failed_requests: int = 0
-    _default: Namespace | None = None
+    _made_socket: bool = False
+    _listeners: list[socket.socket] = field(default_factory=list)
+    default: Namespace | None = None
+    """The namespace ``default``, once somebody has used it."""
+    pid: int = field(default_factory=os.getpid)
+    pidfd: int | None = None
 
     # -- life -------------------------------------------------------------------------------------
 
@@ -87,26 +103,41 @@ class Server:
         """Serve until a signal; return the exit code: 0 after a clean drain, 1 after a bad one."""
         self._loop = asyncio.get_running_loop()
         self._pool = ThreadPoolExecutor(self.settings.workers, "worker")
-        self._slab_changed = asyncio.Event()
-        self._is_ready = asyncio.Event()
+        self._memory_changed = asyncio.Event()
+        self._is_open = asyncio.Event()
         self._stop = asyncio.Event()
+        self.pidfd = _own_pidfd()
+        self.allowance = Allowance(self.settings.max_regions)
+        self._admin_gid = group_id(self.settings.admin_group, "admin_group")
         self._opening = Opening(self.settings.store, self.settings.options)
         self._opening.lock()
-        listener = None
         try:
-            listener = listen(self.settings.socket)
+            self._listen()
             self._watch_signals()
-            log.info("listening on %s", self.settings.socket)
-            accepting = self._loop.create_task(self._accept(listener))
+            accepting = [self._loop.create_task(self._accept(one)) for one in self._listeners]
             await self._open()
             if not self._stop.is_set():
                 await self._upkeep()
-            accepting.cancel()
+            for task in accepting:
+                task.cancel()
             return await self._shut_down()
         finally:
-            self._remove_socket(listener)
+            self._stop_listening()
             self._opening.unlock()
             self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _listen(self) -> None:
+        """Listen where we are told to; what systemd hands over stands for the Unix socket."""
+        settings = self.settings
+        self._listeners = inherited_listeners(os.environ)
+        if not self._listeners:
+            group = group_id(settings.socket_group, "socket_group")
+            self._listeners.append(unix_listener(settings.socket, group))
+            self._made_socket = True
+        if settings.listen is not None:
+            self._listeners.append(tcp_listener(settings.listen))
+        for listener in self._listeners:
+            log.info("listening on %s", listener.getsockname())
 
     def _watch_signals(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -129,8 +160,8 @@ class Server:
         if store is None:
             return
         self._store = store
-        self._is_ready.set()
-        self._dispatch()
+        self._is_open.set()
+        self.dispatch()
         log.info(
             "ready: %d blocks, %d bytes, in %.2f s",
             store.core.index.blocks,
@@ -150,10 +181,12 @@ class Server:
                 # The outermost frame of the upkeep: the daemon goes on serving.
                 log.exception("upkeep failed")
                 self.count_failed_request()
-            self._dispatch()
+            self.dispatch()
 
     async def _shut_down(self) -> int:
         self._stopping = True
+        # Whoever still waits for the store is told that it will not come.
+        self._is_open.set()
         if self._store is not None:
             self._store.stop_scan()
         limit = self._loop.time() + self.settings.drain_timeout
@@ -168,7 +201,7 @@ class Server:
             # Workers may still write. The lock must not go before they do, so neither they nor the
             # interpreter are waited for: the kernel ends all of it at once.
             log.error("the drain took longer than %g s: ending", self.settings.drain_timeout)
-            self.settings.socket.unlink(missing_ok=True)
+            self._remove_socket()
             logging.shutdown()
             os._exit(1)
         except KVStoreError as error:
@@ -181,15 +214,20 @@ class Server:
 
     async def _let_clients_finish(self) -> None:
         """Idle clients are dropped at once, those with a request under way after its answer."""
-        for connection, task in self._clients.items():
-            if connection.idle:
-                task.cancel()
+        for connection in self._clients:
+            connection.drain()
         if self._clients:
             await asyncio.wait(set(self._clients.values()))
 
-    def _remove_socket(self, listener: socket.socket | None) -> None:
-        if listener is not None:
+    def _stop_listening(self) -> None:
+        self._remove_socket()
+        for listener in self._listeners:
             listener.close()
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+
+    def _remove_socket(self) -> None:
+        if self._made_socket:
             self.settings.socket.unlink(missing_ok=True)
 
     # -- clients ----------------------------------------------------------------------------------
@@ -207,10 +245,20 @@ class Server:
                 log.warning("refusing a client: %d are connected", len(self._clients))
                 sock.close()
                 continue
-            connection = Connection(self, sock)
-            task = self._loop.create_task(connection.serve())
-            self._clients[connection] = task
-            task.add_done_callback(partial(self._forget, connection))
+            try:
+                self._serve(sock)
+            except OSError as error:  # it has gone already
+                log.debug("client gone: %s", error)
+                sock.close()
+
+    def _serve(self, sock: socket.socket) -> None:
+        peer, local = peer_of(sock, self._admin_gid), sock.family == AF_UNIX
+        if not local:
+            sock.setsockopt(*_NO_DELAY)
+        connection = Connection(self, sock, peer, local=local)
+        task = self._loop.create_task(connection.serve())
+        self._clients[connection] = task
+        task.add_done_callback(partial(self._forget, connection))
 
     def _forget(self, connection: Connection, _: asyncio.Task[None]) -> None:
         del self._clients[connection]
@@ -219,34 +267,32 @@ class Server:
     def stopping(self) -> bool:
         return self._stopping
 
-    @property
-    def patience(self) -> float:
-        """Seconds for which a client may stall in the middle of a frame."""
-        return self.settings.request_timeout
-
-    async def ready(self, deadline_ms: int) -> Store:
-        """Wait for the store to be open. Raises DaemonUnavailable at the deadline or in a drain."""
+    async def ready(self, limit: float) -> Store:
+        """Wait for the store to be open. Raises DaemonUnavailable at the limit or in a drain."""
         if self._store is None:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._seconds(deadline_ms)):
-                    await self._is_ready.wait()
+                async with asyncio.timeout_at(limit):
+                    await self._is_open.wait()
+        if self._store is None and self._stopping:
+            raise DaemonUnavailable("the daemon is stopping", "connect again when it is back")
         if self._store is None:
             raise DaemonUnavailable("the store is recovering", "try again, or see kvstore status")
         if self._stopping:
             raise DaemonUnavailable("the daemon is stopping", "connect again when it is back")
         return self._store
 
-    def _seconds(self, deadline_ms: int) -> float:
-        limit = self.settings.request_timeout
-        return min(deadline_ms / 1000, limit) if deadline_ms else limit
+    def limit(self, deadline_ms: int) -> float:
+        """Return the time of the loop up to which a request that arrived now may wait."""
+        seconds = self.settings.request_timeout
+        return self._loop.time() + (min(deadline_ms / 1000, seconds) if deadline_ms else seconds)
 
     def default_namespace(self, store: Store) -> Namespace:
-        if self._default is None:
-            self._default = store.core.namespaces.by_id(
+        if self.default is None:
+            self.default = store.core.namespaces.by_id(
                 keys.namespace_id(keys.named(keys.DEFAULT_NAMESPACE))
             )
-            assert self._default is not None
-        return self._default
+            assert self.default is not None
+        return self.default
 
     def count_failed_request(self) -> None:
         self._failed_requests += 1
@@ -254,25 +300,27 @@ class Server:
     # -- work -------------------------------------------------------------------------------------
 
     async def in_worker(self, act: Callable[[], T]) -> T:
-        return await self._loop.run_in_executor(self._pool, act)
+        future = self._loop.run_in_executor(self._pool, act)
+        await self.settled([future])
+        return future.result()
 
-    async def perform(self, job: Job) -> None:
-        """Have a job run by a worker and finish it here.
+    async def settled(self, futures: Sequence[asyncio.Future[Any]]) -> None:
+        """Wait until all are done, whatever they come to.
 
         A caller that is cancelled meanwhile learns of it only afterwards: until then a worker uses
-        the memory that the caller lent to the job.
+        the memory that the caller lent to it.
         """
-        task, cancelled = self._start(job), False
-        while not task.done():
+        cancelled = False
+        while pending := [one for one in futures if not one.done()]:
             try:
-                await asyncio.shield(task)
+                await asyncio.wait(pending)
             except asyncio.CancelledError:
                 cancelled = True
-        task.result()
         if cancelled:
             raise asyncio.CancelledError
 
-    def _start(self, job: Job) -> asyncio.Task[None]:
+    def start(self, job: Job) -> asyncio.Task[None]:
+        """Have a job run and finished; nobody need wait for it."""
         task = self._loop.create_task(self._see_through(job))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -282,93 +330,68 @@ class Server:
         await self._loop.run_in_executor(self._pool, job.perform)
         assert self._store is not None
         self._store.finish(job)
-        self._dispatch()
+        self.memory_changed()
+        self.dispatch()
 
-    def _dispatch(self) -> None:
+    def dispatch(self) -> None:
         """Start the chores that jobs left behind."""
         assert self._store is not None
         while self._store.chores:
-            self._start(self._store.chores.popleft())
+            self.start(self._store.chores.popleft())
 
-    async def extents(self, store: Store, sizes: Sequence[int], deadline_ms: int) -> list[Extent]:
-        """Allocate slab extents, waiting for room. Raises Busy at the deadline."""
-        return await self._with_room(lambda: store.core.slab.allocate(sizes), deadline_ms)
-
-    async def _with_room(self, attempt: Callable[[], T], deadline_ms: int) -> T:
-        limit = self._loop.time() + self._seconds(deadline_ms)
+    async def with_room(self, attempt: Callable[[], T], limit: float) -> T:
+        """Repeat what needs memory until there is some. Raises Busy at the limit."""
         while True:
-            self._slab_changed.clear()
+            self._memory_changed.clear()
             try:
                 return attempt()
-            except Busy:
-                try:
-                    async with asyncio.timeout_at(limit):
-                        await self._slab_changed.wait()
-                except TimeoutError:
-                    raise Busy("no buffer became free in time", "try again") from None
+            except Busy as busy:
+                if self._loop.time() >= limit:
+                    raise Busy("no memory became free in time", "try again") from busy
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(min(limit, self._loop.time() + _ROOM_SECONDS)):
+                    await self._memory_changed.wait()
 
-    def slab_changed(self) -> None:
-        self._slab_changed.set()
+    def memory_changed(self) -> None:
+        """Note that memory may have become free."""
+        self._memory_changed.set()
 
-    def give_back(self, store: Store, extents: list[Extent]) -> None:
-        store.core.slab.release(extents)
-        self.slab_changed()
-
-    async def put(self, store: Store, request: PutRequest, images: list[memoryview]) -> U8:
-        """Put blocks and wait for the answer, also from puts of the same keys by other clients."""
-        job = store.put(request, images)
-        await self.perform(job)
+    async def put(
+        self, store: Store, request: PutRequest, sources: Sequence[memoryview], limit: float
+    ) -> U8:
+        """Put blocks and wait for the answer: nobody reads the sources any more."""
+        job = await self.with_room(lambda: store.put(request, sources), limit)
+        answered = self._loop.create_future()
+        task = self.start(job)
+        job.when_answered(partial(_mark, answered))
+        await self.settled([task, answered])
+        task.result()
         if job.failure is not None:
             raise job.failure
-        for other, positions in job.joined.items():
-            done = asyncio.Event()
-            other.when_done(done.set)
-            await done.wait()
-            # Answered from the index where the other one succeeded; else we write our own copies.
-            job.statuses[positions] = await self.put(
-                store, request.take(positions), [images[position] for position in positions]
-            )
         return job.statuses
-
-    async def get(
-        self,
-        store: Store,
-        namespace: Namespace,
-        shard: int,
-        wanted: keys.KeyArray,
-        budget: int,
-        deadline_ms: int,
-    ) -> Get:
-        job = await self._with_room(
-            lambda: store.get(namespace, shard, wanted, budget), deadline_ms
-        )
-        try:
-            await self.perform(job)
-        except BaseException:
-            job.close()
-            self.slab_changed()
-            raise
-        return job
 
     async def delete(
         self, store: Store, namespace: Namespace, shard: int, wanted: keys.KeyArray
     ) -> U8:
         """Delete blocks; answered when no record is left that a rebuild could bring back."""
         statuses, removals = store.delete(namespace, shard, wanted)
-        await self.perform(removals[0])
-        for removal in removals[1:]:
-            done = asyncio.Event()
-            removal.when_done(done.set)
-            await done.wait()
+        done = [self._loop.create_future() for _ in removals]
+        for removal, future in zip(removals, done, strict=True):
+            removal.when_done(partial(_mark, future))
+        await self.settled([self.start(removals[0]), *done])
         if any(removal.failure is not None for removal in removals):
             statuses[statuses == BlockStatus.OK] = BlockStatus.FAILED
         return statuses
 
-    async def flush(self, store: Store) -> None:
-        job = store.flush()
-        await self.perform(job)
-        if job.failure is not None:
-            raise job.failure
+    async def flush(self, store: Store) -> Iterable[LateError]:
+        """Make everything durable; return what failed since the last flush."""
+        barrier, answered = store.flush(), self._loop.create_future()
+        barrier.when_answered(partial(_mark, answered))
+        self.dispatch()
+        await answered
+        if barrier.failure is not None:
+            raise barrier.failure
+        return barrier.errors
 
     def status(self) -> dict[str, object]:
         answer = self._opening.status() if self._store is None else self._store.status()
@@ -377,64 +400,24 @@ class Server:
         return {
             **answer,
             "version": __version__,
-            "pid": os.getpid(),
+            "pid": self.pid,
             "socket": str(self.settings.socket),
             "clients": len(self._clients),
+            "region_bytes": self.allowance.used,
             "failed_requests": self._failed_requests,
         }
 
 
-def listen(path: Path) -> socket.socket:
-    """Return a listening Unix socket at ``path``, mode 0600 from its first moment.
-
-    A socket that nobody listens on any more is replaced; anything else in the way is an error.
-    Raises StoreLocked when another daemon answers there, ConfigError, PermissionDenied.
-    """
-    _clear(path)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    # The mode must be right when the name appears, or somebody may connect in between; no other
-    # thread makes files at this point.
-    mask = os.umask(0o177)
-    try:
-        sock.bind(str(path))
-    except OSError as error:
-        sock.close()
-        raise _bind_error(path, error) from error
-    finally:
-        os.umask(mask)
-    sock.listen(_BACKLOG)
-    sock.setblocking(False)
-    return sock
+def _mark(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
-def _clear(path: Path) -> None:
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise _bind_error(path, error) from error
-    if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"{path} is in the way of the socket", "remove it or choose another path")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink()
-        except OSError as error:
-            raise _bind_error(path, error) from error
-        else:
-            raise StoreLocked(
-                f"another daemon listens on {path}", "stop it, or use --socket with another path"
-            )
-
-
-def _bind_error(path: Path, error: OSError) -> KVStoreError:
-    if isinstance(error, PermissionError):
-        return PermissionDenied(f"no permission to make the socket {path}", "use --socket")
-    if isinstance(error, FileNotFoundError):
-        return ConfigError(f"the directory of the socket {path} does not exist", "make it first")
-    return ConfigError(f"cannot listen on {path}: {error.strerror or error}", "use --socket")
+def _own_pidfd() -> int | None:
+    """Return a descriptor of this process for clients to watch; None where there is none."""
+    with contextlib.suppress(OSError, AttributeError):
+        return os.pidfd_open(os.getpid())
+    return None
 
 
 def serve(settings: ServerOptions) -> int:

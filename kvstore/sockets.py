@@ -1,0 +1,167 @@
+"""The sockets on which the daemon waits for clients: made by us, or handed over by systemd."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import stat
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from kvstore.errors import ConfigError, KVStoreError, PermissionDenied, StoreLocked
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, MutableMapping
+    from pathlib import Path
+
+_BACKLOG = 128
+_FIRST_DESCRIPTOR = 3
+"""Where systemd's descriptors begin: sd_listen_fds(3)."""
+_LOCALHOST = "localhost"
+
+
+def unix_listener(path: Path, group: int | None = None) -> socket.socket:
+    """Return a listening Unix socket at ``path``, mode 0600, or 0660 for members of ``group``.
+
+    A socket that nobody listens on any more is replaced; anything else in the way is an error.
+    Raises StoreLocked when another daemon answers there, ConfigError, PermissionDenied.
+    """
+    _clear(path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    # The mode must be right when the name appears, or somebody may connect in between; no other
+    # thread makes files at this point. The group comes after: until we listen nobody can connect.
+    mask = os.umask(0o177)
+    try:
+        sock.bind(str(path))
+        if group is not None:
+            os.chown(path, -1, group)
+            path.chmod(0o660)
+    except OSError as error:
+        sock.close()
+        raise _bind_error(path, error) from error
+    finally:
+        os.umask(mask)
+    return _listening(sock)
+
+
+def _listening(sock: socket.socket) -> socket.socket:
+    sock.listen(_BACKLOG)
+    sock.setblocking(False)
+    return sock
+
+
+def _clear(path: Path) -> None:
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise _bind_error(path, error) from error
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"{path} is in the way of the socket", "remove it or choose another path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+        except OSError as error:
+            raise _bind_error(path, error) from error
+        else:
+            raise StoreLocked(
+                f"another daemon listens on {path}", "stop it, or use --socket with another path"
+            )
+
+
+def _bind_error(path: Path, error: OSError) -> KVStoreError:
+    if isinstance(error, PermissionError):
+        return PermissionDenied(f"no permission to make the socket {path}", "use --socket")
+    if isinstance(error, FileNotFoundError):
+        return ConfigError(f"the directory of the socket {path} does not exist", "make it first")
+    return ConfigError(f"cannot listen on {path}: {error.strerror or error}", "use --socket")
+
+
+# -- TCP ------------------------------------------------------------------------------------------
+
+
+def tcp_listener(address: str) -> socket.socket:
+    """Return a socket that listens on ``tcp://HOST:PORT``, HOST of this machine only.
+
+    Raises ConfigError: anybody who reaches the port is an ordinary peer, so other hosts must not.
+    """
+    host, port = _host_and_port(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"cannot listen on {address}: {error.strerror or error}", "choose another port"
+        ) from error
+    return _listening(sock)
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    parts = urlsplit(address)
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme != "tcp" or not parts.hostname or port is None or parts.path:
+        raise ConfigError(
+            f"setting listen is {address!r}", "write tcp://HOST:PORT, for example tcp://[::1]:7700"
+        )
+    host = "127.0.0.1" if parts.hostname == _LOCALHOST else parts.hostname
+    if not _is_loopback(host):
+        raise ConfigError(
+            f"setting listen names {parts.hostname}, which other machines may reach",
+            "listen on 127.0.0.1, ::1 or localhost",
+        )
+    return host, port
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
+
+
+# -- systemd --------------------------------------------------------------------------------------
+
+
+def inherited_listeners(environ: MutableMapping[str, str]) -> list[socket.socket]:
+    """Return the listening sockets that systemd opened for us (LISTEN_FDS), and forget them there.
+
+    Raises ConfigError for one that is no listening stream socket of this machine.
+    """
+    values = [environ.pop(name, "") for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")]
+    if values[0] != str(os.getpid()) or not values[1].isdecimal():
+        return []
+    return list(_adopt(int(values[1])))
+
+
+def _adopt(count: int) -> Iterator[socket.socket]:
+    for descriptor in range(_FIRST_DESCRIPTOR, _FIRST_DESCRIPTOR + count):
+        try:
+            os.set_inheritable(descriptor, False)
+            sock = socket.socket(fileno=descriptor)
+            listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        except OSError as error:
+            raise ConfigError(
+                f"descriptor {descriptor} of LISTEN_FDS is no socket: {error.strerror}",
+                "correct the socket unit",
+            ) from None
+        if sock.type != socket.SOCK_STREAM or not listening or not _is_ours(sock):
+            raise ConfigError(
+                f"descriptor {descriptor} of LISTEN_FDS is no stream socket of this machine",
+                "use ListenStream= with a path or a loopback address",
+            )
+        sock.setblocking(False)
+        yield sock
+
+
+def _is_ours(sock: socket.socket) -> bool:
+    return sock.family == socket.AF_UNIX or _is_loopback(str(sock.getsockname()[0]))
