@@ -135,7 +135,7 @@ class Get(Job):
 
     def _fetch(self, numbers: np.ndarray) -> None:
         """Read what is not in memory already."""
-        self._reads[numbers] = Status.OK
+        self._reads[numbers[self._in_memory[numbers]]] = Status.OK
         filled = record.image_bytes_of(self._sizes[numbers]).astype(np.uint32)
         self._filled = dict(zip(numbers.tolist(), filled.tolist(), strict=True))
         absent = numbers[~self._in_memory[numbers]]
@@ -193,7 +193,7 @@ class Get(Job):
         core.counters.memory_hits += int((good & self._in_memory).sum())
         core.counters.misses += self.count - len(kept)
         core.counters.read_bytes += int(self._sizes[good].sum())
-        if not self._cancelled:
+        if not self._cancelled and self.failure is None:
             self._discard(~good)
 
     def _promote(self, good: np.ndarray) -> None:

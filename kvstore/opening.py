@@ -57,8 +57,8 @@ _ENGINE_ALIASES = {"mmap": "superblock"}
 class Options:
     """How to open a store; None = what STORE.json says, or the default of a new store.
 
-    ``capacity`` and ``min_free`` in bytes. ``memory_bytes`` is the memory tier, ``bounce_bytes`` the
-    memory for blocks in flight that pass by it.
+    ``capacity`` and ``min_free`` in bytes. ``memory_bytes`` is the memory tier, ``bounce_bytes``
+    the memory for blocks in flight that pass by it.
     """
 
     engine: str | None = None

@@ -26,7 +26,7 @@ from kvstore.writer import Entry, Waiter
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvstore.backends.base import U8, U32, U64, Blocks
+    from kvstore.backends.base import U8, U32, U64
     from kvstore.core import Core
     from kvstore.namespaces import Namespace
     from kvstore.slab import Extent
@@ -182,7 +182,9 @@ class Put(Job, Waiter):
         )
         leaders = positions[first[inverse]]
         later = leaders != positions
-        for leader, position in zip(leaders[later].tolist(), positions[later].tolist(), strict=True):
+        for leader, position in zip(
+            leaders[later].tolist(), positions[later].tolist(), strict=True
+        ):
             self._copies.setdefault(leader, []).append(position)
         kept: Positions = positions[~later]
         return kept

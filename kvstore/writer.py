@@ -192,9 +192,7 @@ class Writer:
     def wants_sync(self, entry: Entry) -> bool:
         """Tell whether the entry, or somebody who watches one of its rows, asks for durability."""
         return entry.durable or any(
-            watch.durable
-            for row in entry.rows.tolist()
-            for watch in self._watches.get(row, ())
+            watch.durable for row in entry.rows.tolist() for watch in self._watches.get(row, ())
         )
 
     def written(self, entries: list[Entry], seconds: float) -> None:
@@ -259,12 +257,7 @@ class Write(Job):
         self._old: dict[int, U64] = {}
         for entry in entries:
             self._begin(entry)
-        need = sum(self._need(entry) for entry in entries)
-        room = None if core.read_only else make_room(core, need)
-        self._refused = room is None and need > 0
-        if room is not None:
-            self._removal, self._coming = room, need
-            core.coming += need
+        self._refused = not self._make_room()
         self._synced = [core.writer.wants_sync(entry) for entry in entries]
 
     def _begin(self, entry: Entry) -> None:
@@ -279,6 +272,21 @@ class Write(Job):
         index.acquire(entry.rows[there])
         entry.statuses = np.where(there, Status.FAILED, Status.OK).astype(np.uint8)
         entry.written = np.zeros(len(entry.rows), np.uint64)
+
+    def _make_room(self) -> bool:
+        """Reserve space, choosing victims if need be; False when there is none to be had."""
+        core = self._core
+        need = sum(self._need(entry) for entry in self._entries)
+        try:
+            self._removal = None if core.read_only else make_room(core, need)
+        except KVStoreError as error:
+            log.warning("no room could be made: %s", error)
+            return False
+        if self._removal is None:
+            return not need
+        self._coming = need
+        core.coming += need
+        return True
 
     def _need(self, entry: Entry) -> int:
         lengths = entry.blocks.lengths[entry.statuses != Status.OK]
@@ -298,7 +306,9 @@ class Write(Job):
         for entry in self._entries:
             self._save_key_length(entry)
         core.journal.append(
-            np.concatenate([part for entry in self._entries for part in (entry.ghosts, entry.begins)])
+            np.concatenate(
+                [part for entry in self._entries for part in (entry.ghosts, entry.begins)]
+            )
         )
         puts = [self._write(number) for number in range(len(self._entries))]
         self._promise(np.concatenate(puts))

@@ -97,7 +97,7 @@ def failures(local: Local) -> dict[str, int]:
 def assert_nothing_is_held(local: Local) -> None:
     """No buffer, reference, reservation or put under way stays behind."""
     core = local.core
-    assert core.slab.free_bytes == core.slab.capacity
+    assert core.bounce.free_bytes == core.bounce.capacity
     assert not core.index.references.any()
     assert (core.coming, core.going, core.writing, core.active) == (0, 0, {}, set())
 

@@ -14,6 +14,7 @@ from kvstore.keys import key_array, named, namespace_id
 from kvstore.opening import Opening, Options, open_store
 from kvstore.put import Put, PutRequest
 from kvstore.store import Store
+from kvstore.writer import LateError
 
 MIB = 1 << 20
 CAPACITY = 64 * MIB
@@ -95,6 +96,7 @@ class Local:
                 for position, status in enumerate(job.statuses)
             ]
             job.close()
+            self.store.run_chores()
         return found
 
     def contains(self, keys: Sequence[bytes], *, shard: int = 0) -> list[bool]:
@@ -105,6 +107,14 @@ class Local:
         statuses, removals = self.store.delete(self.namespace, shard, key_array(keys))
         self.store.run(removals[0])
         return int((statuses == BlockStatus.OK).sum())
+
+    def flush(self) -> list[LateError]:
+        """Make all that was put survive power loss; return what could not be written."""
+        flush = self.store.flush()
+        self.store.run_chores()
+        if flush.failure is not None:
+            raise flush.failure
+        return flush.errors
 
     def rows(self) -> np.ndarray:
         """Return the rows whose block is on disk."""

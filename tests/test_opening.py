@@ -147,13 +147,7 @@ def test_a_checkpoint_is_written_when_the_journal_has_grown(tmp_path: Path) -> N
 def test_a_put_during_a_checkpoint_is_kept(path: Path) -> None:
     """Its record may lie in the old journal while the row is not committed yet."""
     local = Local(path)
-    image = local.core.slab.allocate([8192])
-    image[0].view[4096:4100] = b"late"
-    from kvstore.keys import key_array
-    from kvstore.put import PutRequest
-
-    request = PutRequest(local.namespace, 0, key_array([key(88)]), np.array([4], np.uint32))
-    job = local.store.put(request, [image[0].view])
+    job = local.begin_put([key(88)], [b"late"])
     job.perform()
     local.store.checkpoint()
     local.store.run_chores()
@@ -270,7 +264,7 @@ def test_damage_to_what_was_flushed_before_a_power_loss_is_an_alarm(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local = Local(path)
-    local.store.run(local.store.flush())
+    local.flush()
     local.kill()
     monkeypatch.setattr(layout, "boot_id", lambda: b"another boot....")
     local = Local(path)
@@ -361,8 +355,7 @@ def test_leftovers_of_a_kill_are_deleted(path: Path, monkeypatch: pytest.MonkeyP
         return appended(records)
 
     monkeypatch.setattr(local.core.journal, "append", die)
-    with pytest.raises(Exception, match="no more records"):
-        local.put([key(200)], [block(200)])
+    assert local.put([key(200)], [block(200)]) == [BlockStatus.FAILED]
     assert len(local.files()) == 41
     temporary = next(path.glob("blocks/tmp"))
     (temporary / "leftover").write_bytes(b"x" * 9000)
