@@ -143,6 +143,11 @@ class Arena(Slots):
         return self._chunks * self._chunk_bytes
 
     @property
+    def stride(self) -> int:
+        """How far the slot ids of two chunks are apart."""
+        return self._stride
+
+    @property
     def num_classes(self) -> int:
         return len(self._class_bytes)
 
