@@ -161,7 +161,7 @@ class Store:
         self.core.touch(rows[self.core.index.readable(rows)])
 
     def pin(self, namespace: Namespace, shard: int, keys: KeyArray, seconds: float) -> U8:
-        """Keep blocks from eviction until then; a status per key: OK, MISS, or FULL past the cap."""
+        """Keep blocks from eviction for a time; a status per key: OK, MISS, FULL past the cap."""
         core, now = self.core, self.core.clock.seconds()
         rows = core.index.find(space_number(namespace.number, shard), keys)
         statuses = np.full(len(keys), BlockStatus.MISS, np.uint8)
@@ -198,8 +198,8 @@ class Store:
             core.queue(Step(lambda: _append(core, pins), lambda _step: None))
 
     def subscribe(self, namespace: Namespace, watcher: Watcher) -> Subscription:
-        """Have ``watcher(first sequence number, kinds, keys)`` called, on the owner thread, for every
-        batch of blocks that is stored or removed."""
+        """Have ``watcher(first sequence number, kinds, keys)`` called, on the owner thread, for
+        every batch of blocks that is stored or removed."""
         return Subscription(self.core, namespace.number, watcher)
 
     def delete(self, namespace: Namespace, shard: int, keys: KeyArray) -> tuple[U8, list[Removal]]:

@@ -1,0 +1,353 @@
+"""The memory tier and deferred writes, as the store uses them, in one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.answers import Ack, BlockStatus
+from kvstore.backends.base import Status
+from kvstore.columns import DIRTY, DISK, MEM
+from kvstore.errors import EngineError
+from kvstore.keys import key_array
+from kvstore.record import payload_checksum
+from kvstore.testing import Fault, FaultyEngine
+from tests.stores import MIB, Local, block, key
+
+OK = BlockStatus.OK
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Iterator[Local]:
+    opened = Local(tmp_path / "store", capacity=256 * MIB, memory_bytes=64 * MIB)
+    yield opened
+    opened.kill()
+
+
+def flags(local: Local, number: int) -> int:
+    rows = local.core.index.find(0, key_array([key(number)]))
+    return int(local.core.index.flags[rows[0]])
+
+
+def accept(local: Local, numbers: list[int], size: int = 5000) -> None:
+    """Put without letting the writer work."""
+    job = local.begin_put(
+        [key(n) for n in numbers], [block(n, size) for n in numbers], level=Ack.ACCEPTED
+    )
+    job.perform()
+    local.store.finish(job)
+    assert job.statuses.tolist() == [OK] * len(numbers)
+
+
+def hits_without_disk(local: Local) -> int:
+    return local.core.counters.memory_hits
+
+
+def test_an_accepted_block_is_read_before_it_is_written(local: Local) -> None:
+    accept(local, [1, 2])
+    assert flags(local, 1) == MEM | DIRTY
+    assert local.files() == []
+    job = local.store.get(local.namespace, 0, key_array([key(1)]), MIB)
+    job.perform()
+    local.store.finish(job)
+    assert bytes(job.payload(0)) == block(1, 5000)
+    job.close()
+    assert local.store.status()["dirty_blocks"] == 2
+    local.store.run_chores()
+    assert flags(local, 1) == MEM | DISK
+    assert len(local.files()) == 2
+    assert local.store.status()["dirty_blocks"] == 0
+
+
+def test_blocks_are_hits_in_memory_after_a_put_and_after_a_read(local: Local) -> None:
+    local.put([key(1)], [block(1)])
+    assert local.get([key(1)]) == [block(1)]
+    assert hits_without_disk(local) == 1
+    local.stop()
+    again = Local(local.path, memory_bytes=64 * MIB)
+    assert again.get([key(1)]) == [block(1)]
+    assert hits_without_disk(again) == 0
+    assert again.get([key(1), key(1)]) == [block(1)] * 2
+    assert hits_without_disk(again) == 2
+    again.kill()
+
+
+def test_batches_larger_than_the_tier_work(local: Local) -> None:
+    """Fault 6 of the source system: a get of more than fits memory ended in an exception."""
+    names, blocks = [key(n) for n in range(100)], [block(n, MIB) for n in range(100)]
+    for start in range(0, 100, 10):
+        assert local.put(names[start : start + 10], blocks[start : start + 10]) == [OK] * 10
+    assert local.get(names) == blocks
+    assert local.get(names[::-1]) == blocks[::-1]
+    assert local.store.status()["memory_bytes"] <= 64 * MIB  # type: ignore[operator]
+
+
+def test_what_memory_gives_up_is_read_off_the_disk(local: Local) -> None:
+    for n in range(120):
+        local.put([key(n)], [block(n, MIB)])
+    assert flags(local, 0) == DISK
+    assert flags(local, 119) == MEM | DISK
+    assert local.get([key(0)]) == [block(0, MIB)]
+    assert flags(local, 0) == MEM | DISK
+
+
+def test_leaving_memory_is_no_eviction(local: Local) -> None:
+    for n in range(120):
+        local.put([key(n)], [block(n, MIB)])
+    assert local.core.counters.evictions == 0
+    assert local.contains([key(n) for n in range(120)]) == [True] * 120
+
+
+def test_a_put_waits_for_the_level_it_asks_for(local: Local) -> None:
+    accept(local, [1])
+    for level in (Ack.WRITTEN, Ack.DURABLE):
+        job = local.begin_put([key(1)], [block(1, 5000)], level=level)
+        answered: list[Ack] = []
+        job.when_answered(partial(answered.append, level))
+        job.perform()
+        local.store.finish(job)
+        if level is Ack.WRITTEN:
+            assert not answered
+        local.store.run_chores()
+        assert answered == [level]
+        assert job.statuses.tolist() == [BlockStatus.ALREADY_PRESENT]
+    assert len(local.files()) == 1
+
+
+def test_a_durable_put_of_a_written_block_syncs(
+    local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local.put([key(1)], [block(1)])
+    flushed: list[bool] = []
+    flush = local.core.engine.flush
+    monkeypatch.setattr(local.core.engine, "flush", lambda: (flushed.append(True), flush()))
+    assert local.put([key(1)], [block(1)], durable=True) == [BlockStatus.ALREADY_PRESENT]
+    assert flushed
+
+
+def test_two_puts_of_one_key_write_it_once(local: Local) -> None:
+    first = local.begin_put([key(1)], [block(1)])
+    second = local.begin_put([key(1), key(2)], [block(1), block(2)])
+    for job in (second, first):
+        job.perform()
+        local.store.finish(job)
+    local.store.run_chores()
+    assert first.statuses.tolist() == [OK]
+    assert second.statuses.tolist() == [BlockStatus.ALREADY_PRESENT, OK]
+    assert len(local.files()) == 2
+    assert local.core.counters.stored == 2
+
+
+def test_a_put_that_joined_a_failed_one_writes_its_own_copy(local: Local) -> None:
+    first = local.begin_put(
+        [key(1)], [block(1)], checksums=np.array([1234], np.uint64), level=Ack.ACCEPTED
+    )
+    second = local.begin_put([key(1)], [block(1)])
+    for job in (first, second):
+        job.perform()
+        local.store.finish(job)
+    local.store.run_chores()
+    assert first.statuses.tolist() == [BlockStatus.MISMATCH]
+    assert second.statuses.tolist() == [OK]
+    assert local.get([key(1)]) == [block(1)]
+
+
+def test_a_payload_that_is_not_what_was_announced_is_refused(local: Local) -> None:
+    sums = np.array([payload_checksum(block(1)), 5, payload_checksum(block(3))], np.uint64)
+    job = local.begin_put(
+        [key(n) for n in (1, 2, 3)], [block(n) for n in (1, 2, 3)], checksums=sums
+    )
+    local.store.run(job)
+    assert job.statuses.tolist() == [OK, BlockStatus.MISMATCH, OK]
+    assert local.contains([key(2)]) == [False]
+    assert local.get([key(1), key(3)]) == [block(1), block(3)]
+    assert local.put([key(2)], [block(2)]) == [OK]
+
+
+def test_a_deleted_dirty_block_is_not_written(local: Local) -> None:
+    accept(local, [1, 2])
+    assert local.delete([key(1)]) == 1
+    local.store.run_chores()
+    assert local.contains([key(1), key(2)]) == [False, True]
+    assert len(local.files()) == 1
+    local.kill()
+    again = Local(local.path)
+    assert again.contains([key(1), key(2)]) == [False, True]
+    again.kill()
+
+
+def test_a_block_deleted_while_it_is_written_does_not_stay(local: Local) -> None:
+    accept(local, [1, 2])
+    write = local.store.chores.popleft()
+    write.perform()
+    statuses, removals = local.store.delete(local.namespace, 0, key_array([key(1)]))
+    assert statuses.tolist() == [OK]
+    local.store.run(removals[0])
+    local.store.finish(write)
+    local.store.run_chores()
+    assert removals[1].done
+    assert local.contains([key(1), key(2)]) == [False, True]
+    assert len(local.files()) == 1
+
+
+def test_late_errors_name_the_keys(local: Local) -> None:
+    accept(local, [1])
+    local.store.run_chores()
+    engine = local.core.engine
+    local.core.engine = FaultyEngine(engine, [Fault("put_many", status=Status.FAILED)])
+    local.core.engine.is_open = True
+    accept(local, [2, 3])
+    local.store.run_chores()
+    errors = local.flush()
+    assert [error.key for error in errors] == [key(2).hex(), key(3).hex()]
+    assert local.flush() == []
+    assert local.get([key(2)]) == [block(2, 5000)], "memory still has it"
+    assert local.store.status()["dirty_blocks"] == 0
+
+
+def test_a_drain_says_what_was_lost(local: Local) -> None:
+    engine = local.core.engine
+    local.core.engine = FaultyEngine(engine, [Fault("put_many", status=Status.FAILED, times=9)])
+    local.core.engine.is_open = True
+    accept(local, [2])
+    with pytest.raises(EngineError, match=key(2).hex()):
+        local.store.drain()
+
+
+def test_dirty_blocks_are_bounded_and_the_rest_waits_for_the_disk(local: Local) -> None:
+    numbers = list(range(20))
+    job = local.begin_put(
+        [key(n) for n in numbers],
+        [block(n, MIB) for n in numbers[:15]] + [block(0, MIB)] * 5,
+        level=Ack.ACCEPTED,
+    )
+    answered: list[bool] = []
+    job.when_answered(lambda: answered.append(True))
+    job.perform()
+    local.store.finish(job)
+    assert local.store.status()["dirty_bytes"] <= 16 * MIB  # type: ignore[operator]
+    assert not answered, "what had no room in memory is answered when it is written"
+    local.store.run_chores()
+    assert answered
+    assert job.statuses.tolist() == [OK] * 20
+
+
+def test_an_overwrite_replaces_the_block(local: Local) -> None:
+    local.put([key(1)], [block(1)], chain=True)
+    local.put([key(2)], [block(2)], parent=key(1))
+    job = local.begin_put([key(1)], [block(7, 9000)], overwrite=True)
+    local.store.run(job)
+    assert job.statuses.tolist() == [OK]
+    assert local.get([key(1), key(2)]) == [block(7, 9000), block(2)]
+    assert len(local.files()) == 2
+    local.kill()
+    again = Local(local.path)
+    assert again.get([key(1), key(2)]) == [block(7, 9000), block(2)]
+    assert len(again.files()) == 2
+    again.kill()
+
+
+def test_a_reader_keeps_the_version_that_it_found(local: Local) -> None:
+    local.put([key(1)], [block(1)])
+    reading = local.store.get(local.namespace, 0, key_array([key(1)]), MIB)
+    job = local.begin_put([key(1)], [block(7, 9000)], overwrite=True)
+    local.store.run(job)
+    local.store.run(reading)
+    assert bytes(reading.payload(0)) == block(1)
+    reading.close()
+    local.store.run_chores()
+    assert local.get([key(1)]) == [block(7, 9000)]
+    assert len(local.files()) == 1
+
+
+def test_targets_are_filled(local: Local) -> None:
+    local.put([key(n) for n in range(3)], [block(n) for n in range(3)])
+    memory = bytearray(3 * 8192)
+    views = [memoryview(memory)[n * 8192 : n * 8192 + (4096 if n else 100)] for n in range(3)]
+    job = local.store.get(local.namespace, 0, key_array([key(n) for n in range(3)]), MIB, views)
+    local.store.run(job)
+    job.close()
+    assert job.statuses.tolist() == [BlockStatus.TOO_LARGE, OK, OK]
+    assert job.lengths.tolist() == [4096] * 3
+    assert memory[8192 : 8192 + 4096] == block(1)
+    assert not any(memory[100:8192])
+    assert job.checksums[1] == payload_checksum(block(1))
+
+
+def test_a_lease_keeps_a_block(local: Local) -> None:
+    local.put([key(0)], [block(0, MIB)])
+    local.store.contains(local.namespace, 0, key_array([key(0)]), 30.0)
+    for n in range(1, 300):
+        local.put([key(n)], [block(n % 7, MIB)])
+    assert local.contains([key(0), key(1)]) == [True, False]
+
+
+def test_events_are_numbered(local: Local) -> None:
+    seen: list[tuple[int, list[int], list[bytes]]] = []
+    local.put([key(9)], [block(9)])
+    watch = local.store.subscribe(
+        local.namespace,
+        lambda first, kinds, keys: seen.append(
+            (first, kinds.tolist(), [bytes(one) for one in keys])
+        ),
+    )
+    assert watch.next_sequence == 2
+    local.put([key(1), key(2)], [block(1), block(2)])
+    local.delete([key(1)])
+    watch.close()
+    local.put([key(3)], [block(3)])
+    assert seen == [(2, [1, 1], [key(1), key(2)]), (4, [2], [key(1)])]
+    assert local.store.subscribe(local.namespace, print).next_sequence == 6
+
+
+def test_pins_survive_a_kill(local: Local) -> None:
+    local.put([key(0), key(1)], [block(0, MIB), block(1, MIB)])
+    keys = key_array([key(0), key(1), key(5)])
+    statuses = local.store.pin(local.namespace, 0, keys, 1000.0)
+    assert statuses.tolist() == [OK, OK, BlockStatus.MISS]
+    assert local.store.unpin(local.namespace, 0, keys[1:]).tolist() == [OK, BlockStatus.MISS]
+    local.store.run_chores()
+    local.kill()
+    again = Local(local.path, capacity=256 * MIB)
+    assert len(again.core.index.pins) == 1
+    for n in range(10, 300):
+        again.put([key(n)], [block(n % 7, MIB)])
+    assert again.contains([key(0), key(1)]) == [True, False]
+    again.kill()
+
+
+def test_a_flip_in_memory_is_a_miss_and_the_disk_helps(local: Local) -> None:
+    local.put([key(1)], [block(1)])
+    rows = local.core.index.find(0, key_array([key(1)]))
+    slots = local.core.tier.find(rows)
+    local.core.tier.views(slots, np.array([4096], np.uint32))[0][5000] ^= 1
+    assert local.get([key(1)]) == [None]
+    assert local.core.counters.memory_errors == 1
+    assert local.get([key(1)]) == [block(1)]
+    assert local.core.counters.corrupt_blocks == 0
+
+
+def test_nothing_is_held_after_all_of_it(local: Local) -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        numbers = rng.integers(0, 80, 4).tolist()
+        local.put(
+            [key(n) for n in numbers],
+            [block(n, int(1 + n * 9001 % MIB)) for n in numbers],
+            durable=bool(rng.integers(2)),
+        )
+        local.get([key(n) for n in rng.integers(0, 80, 4).tolist()])
+        if rng.integers(3) == 0:
+            local.delete([key(int(rng.integers(80)))])
+    core = local.core
+    assert not core.index.references.any()
+    assert core.bounce.free_bytes == core.bounce.capacity
+    assert (core.coming, core.going, core.writing, core.active) == (0, 0, {}, set())
+    assert core.writer.dirty_bytes == core.writer.dirty_blocks == 0
+    in_memory = int(((core.index.flags[local.rows()] & MEM) != 0).sum())
+    assert core.tier.blocks == in_memory
+    assert len(local.files()) == core.index.blocks
