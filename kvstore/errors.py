@@ -128,3 +128,8 @@ class EngineError(KVStoreError):
 
 class ProtocolError(KVStoreError):
     pass
+
+
+def again(error: KVStoreError) -> KVStoreError:
+    """Return an error to raise once more: one exception has one traceback."""
+    return type(error)(error.message, error.hint)

@@ -129,7 +129,7 @@ class Connection:
         """Queue a request and send what the socket takes. Raises what broke the connection."""
         with self._lock:
             if self.broken is not None:
-                raise self.broken
+                raise errors.again(self.broken)
             if len(self._pending) >= MAX_PENDING:
                 raise errors.Busy(f"{MAX_PENDING} requests wait for an answer", "wait for some")
             frame = replace(
@@ -219,10 +219,10 @@ class Connection:
                 self._dispose()
         self.service()
 
-    def close(self) -> None:
+    def close(self, error: errors.KVStoreError | None = None) -> None:
+        """End the connection; whoever waits on it is told of ``error``."""
         with self._lock:
-            if self.broken is None:
-                self._break(self._gone("was closed here"))
+            self._break(error or self._gone("was closed here"))
 
     def forget(self) -> None:
         """Drop a connection that belongs to the parent of this process, without ending it."""

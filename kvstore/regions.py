@@ -174,6 +174,7 @@ class Regions:
         self.total_bytes = total_bytes
         self._live: list[Region] = []
         self._abandoned: list[Region] = []
+        self._dropped: list[Region] = []
         self._lock = threading.Lock()
 
     @property
@@ -185,16 +186,24 @@ class Regions:
         self.sweep()
         return len(self._abandoned) >= MAX_ABANDONED
 
-    def sweep(self) -> list[Region]:
-        """Drop and return the abandoned regions that the daemon can no longer touch.
+    def sweep(self) -> None:
+        """Drop the abandoned regions that the daemon can no longer touch.
 
         They are not used again: whoever was told that a request failed may still look at them.
         """
         if not self._abandoned:
-            return []
+            return
         with self._lock:
             gone = [r for r in self._abandoned if r.idle or r.witness.ended()]
             self._abandoned = [r for r in self._abandoned if r not in gone]
+            self._dropped += gone
+
+    def dropped(self) -> list[Region]:
+        """Return, once, the regions that went out of use; the daemon may unmap them."""
+        if not self._dropped:
+            return []
+        with self._lock:
+            gone, self._dropped = self._dropped, []
         return gone
 
     def lease(self, nbytes: int) -> Extent | None:
@@ -225,6 +234,7 @@ class Regions:
     def _make_room(self, size: int) -> None:
         """Drop idle regions that were too small for what is wanted now."""
         if self._bytes() + size > self.total_bytes:
+            self._dropped += [region for region in self._live if region.idle]
             self._live = [region for region in self._live if not region.idle]
 
     def release(self, extent: Extent) -> None:

@@ -1,0 +1,147 @@
+"""The asyncio client: the operations of :mod:`kvstore.operations`, awaited.
+
+::
+
+    async with AsyncClient("/run/kvstore/kvstore.sock") as client:
+        await client.put(key, block)
+        block = await client.get(key)
+
+Of one event loop at a time. Standard library and numpy only: model servers import this module.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, TypeVar
+
+from kvstore.operations import Operations, Sizes, Staging
+from kvstore.regions import DEFAULT_TOTAL_BYTES
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+    from kvstore.exchange import Connection, Pending
+    from kvstore.waiting import Address, Lock
+
+__all__ = ["AsyncClient", "Sizes", "Staging"]
+
+T = TypeVar("T")
+
+LONG_BYTES = 1 << 20
+"""Copying more than this is left to a thread, so that the event loop goes on."""
+
+
+class AsyncClient(Operations):
+    """Talks to the daemon at ``address``: a Unix socket, or ``tcp://HOST:PORT``.
+
+    ``timeout`` is in seconds, for every call that names none.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        timeout: float = 30.0,
+        *,
+        staging_bytes: int = DEFAULT_TOTAL_BYTES,
+        check: bool | None = None,
+    ) -> None:
+        super().__init__(address, timeout, Loop, staging_bytes=staging_bytes, check=check)
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+
+class Loop:
+    """The :class:`~kvstore.waiting.Port` of the asyncio client."""
+
+    def __init__(self) -> None:
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    async def connect(self, address: Address, limit: float) -> socket.socket:
+        sock, where = address.socket()
+        sock.setblocking(False)
+        loop = asyncio.get_running_loop()
+        try:
+            await _within(limit, loop.sock_connect(sock, where))
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def attach(self, connection: Connection) -> None:
+        loop, number = asyncio.get_running_loop(), connection.fileno()
+        loop.add_reader(number, connection.service)
+
+        def leave() -> None:
+            if not loop.is_closed():
+                loop.remove_reader(number)
+                loop.remove_writer(number)
+
+        connection.on_break = leave
+
+    async def wait(self, connection: Connection, pending: Pending, limit: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._send(loop, connection)
+        while not pending.ready and time.monotonic() < limit:
+            changed: asyncio.Future[None] = loop.create_future()
+
+            def wake(changed: asyncio.Future[None] = changed) -> None:
+                if not changed.done():
+                    changed.set_result(None)
+
+            pending.notify = wake
+            timer = loop.call_later(min(limit - time.monotonic(), 3600), wake)
+            try:
+                await changed
+            finally:
+                pending.notify = None
+                timer.cancel()
+
+    @staticmethod
+    def _send(loop: asyncio.AbstractEventLoop, connection: Connection) -> None:
+        """Have the rest sent when the socket takes it."""
+        if connection.broken is not None or not connection.unsent():
+            return
+
+        def ready() -> None:
+            connection.service()
+            if connection.broken is None and not connection.unsent():
+                loop.remove_writer(connection.fileno())
+
+        loop.add_writer(connection.fileno(), ready)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def work(self, nbytes: int, act: Callable[[], T]) -> T:
+        if nbytes < LONG_BYTES:
+            return act()
+        task = asyncio.get_running_loop().run_in_executor(None, act)
+        # Whoever is cancelled meanwhile learns of it afterwards: the thread still uses the memory.
+        cancelled = False
+        while not task.done():
+            try:
+                await asyncio.shield(task)
+            except asyncio.CancelledError:
+                cancelled = True
+        if cancelled:
+            raise asyncio.CancelledError
+        return task.result()
+
+    async def lock(self, name: str, limit: float) -> Lock:
+        lock = self._locks.setdefault(name, asyncio.Lock())
+        await _within(limit, lock.acquire())
+        return lock
+
+
+async def _within(limit: float, step: object) -> None:
+    """Await something until ``limit``. Raises TimeoutError, also where asyncio has its own."""
+    try:
+        await asyncio.wait_for(step, max(limit - time.monotonic(), 0.001))  # type: ignore[arg-type]
+    except asyncio.TimeoutError:
+        raise TimeoutError from None
