@@ -193,8 +193,10 @@ class Get(Job):
         core.counters.memory_hits += int((good & self._in_memory).sum())
         core.counters.misses += self.count - len(kept)
         core.counters.read_bytes += int(self._sizes[good].sum())
-        if not self._cancelled and self.failure is None:
-            self._discard(~good)
+        if not self._cancelled:
+            core.counters.read_errors += int((self._reads == Status.FAILED).sum())
+            if self.failure is None:
+                self._discard(~good)
 
     def _promote(self, good: np.ndarray) -> None:
         """Keep in memory what was read off the disk, unless somebody else did meanwhile."""
@@ -213,7 +215,6 @@ class Get(Job):
     def _discard(self, bad: np.ndarray) -> None:
         """Drop what is not there or not whole; a failed read drops nothing."""
         core, reads = self._core, self._reads
-        core.counters.read_errors += int((reads == Status.FAILED).sum())
         rows, generations = self._rows, self._generations
         missing = bad & (reads == Status.MISSING)
         read = bad & (reads != Status.MISSING) & (reads != Status.FAILED)
