@@ -47,7 +47,8 @@ MOST_REFERENCES = 0x7FFF
 
 _EXACT_CLASSES = 8
 _MOST_SLOTS = 1 << 16
-_SHIFT = np.uint64(32)
+# Made once: a numpy scalar costs as much as a small operation.
+_SHIFT, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
 _ONE = np.uint16(1)
 
 
@@ -116,12 +117,17 @@ class Arena(Slots):
         self._class_bytes = header + pages * PAGE
         self._class_slots = chunk_bytes // self._class_bytes
         self._stride = int(self._class_slots[0])
+        self._wide_stride = np.uint64(self._stride)
         if self._stride > _MOST_SLOTS:
             raise UsageError(f"chunks of {chunk_bytes} bytes are too large", "use 256 MiB or less")
         # By slot id: chunk * stride + number in the chunk.
-        self._states = np.zeros(chunks * self._stride, np.uint8)
-        self._counts = np.zeros(chunks * self._stride, np.uint16)
-        self._one_count = memoryview(self._counts.data)
+        self._room = chunks * self._stride
+        self._states = np.zeros(self._room, np.uint8)
+        self._counts = np.zeros(self._room, np.uint16)
+        # For one slot at a time a memoryview costs a third of an array. As a signed number a count
+        # that grows over MOST_REFERENCES is refused by itself.
+        self._one_count = memoryview(self._counts.view(np.int16).data)
+        self._one_state = memoryview(self._states.data)
         # Per chunk: the first free[chunk] entries of its row are its free slots, the next one last.
         self._stack = np.zeros((chunks, self._stride), np.uint16)
         self._free = np.zeros(chunks, np.int64)
@@ -233,14 +239,13 @@ class Arena(Slots):
 
     def ids(self, places: U64) -> I64:
         """Return slot ids, which order the arrays. Raises ValueError for a place that is none."""
-        halves = np.ascontiguousarray(places, "<u8").view("<u4").reshape(-1, 2)
-        ids = halves[:, 1].astype(np.int64)
-        number = halves[:, 0]
-        if len(ids) and (int(ids.max()) >= self._chunks or int(number.max()) >= self._stride):
+        chunks = places >> _SHIFT
+        numbers = places & _LOW
+        if len(places) and (chunks.max() >= self._chunks or numbers.max() >= self._stride):
             raise ValueError("a place names no slot")
-        ids *= self._stride
-        ids += number
-        return ids
+        chunks *= self._wide_stride
+        chunks += numbers
+        return chunks.view(np.int64)
 
     def places(self, ids: I64) -> U64:
         """Return the places of slot ids."""
@@ -389,28 +394,21 @@ class Arena(Slots):
         return self._counts.take(self.ids(places))
 
     def incr_one(self, place: int) -> None:
-        """:meth:`incr` for one slot, without the price of an array."""
-        slot = self._id(place)
-        count = self._one_count[slot]
-        if not self._states[slot]:
+        """:meth:`incr` for one slot, without the price of an array. Raises ValueError, too, for
+        more than MOST_REFERENCES."""
+        number = place & 0xFFFFFFFF
+        slot = (place >> 32) * self._stride + number
+        if number >= self._stride or slot >= self._room or not self._one_state[slot]:
             raise ValueError("a free slot cannot be referenced")
-        if count == MOST_REFERENCES:
-            raise OverflowError(f"a slot would have over {MOST_REFERENCES} references")
-        self._one_count[slot] = count + 1
+        self._one_count[slot] += 1
 
     def decr_one(self, place: int) -> None:
         """:meth:`decr` for one slot."""
-        slot = self._id(place)
-        count = self._one_count[slot]
-        if not count:
-            raise ValueError("a slot has fewer references than are given back")
-        self._one_count[slot] = count - 1
-
-    def _id(self, place: int) -> int:
         number = place & 0xFFFFFFFF
-        if number >= self._stride or place >> 32 >= self._chunks:
-            raise ValueError("a place names no slot")
-        return (place >> 32) * self._stride + number
+        slot = (place >> 32) * self._stride + number
+        if number >= self._stride or slot >= self._room or not self._one_count[slot]:
+            raise ValueError("a slot has fewer references than are given back")
+        self._one_count[slot] -= 1
 
 
 def _class_pages(most: int) -> I64:

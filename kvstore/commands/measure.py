@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @click.group(
     cls=Group,
-    example="kvstore bench demo\nkvstore bench index",
+    example="kvstore bench demo\nkvstore bench index\nkvstore bench slots",
     exits=(0, 1, 2, 130),
 )
 def bench() -> None:
@@ -131,4 +131,38 @@ def index(call: Call, blocks: int, trials: int, seed: int) -> None:
     from kvstore.bench import index as measured
 
     result = measured.run(blocks, trials, seed)
+    call.output.result(result, measured.lines(result))
+
+
+@bench.command(
+    cls=Command,
+    example="kvstore bench slots\nkvstore bench slots --slots 100000 --json",
+    exits={
+        0: "every count was right; the limits met and not met are listed",
+        1: "a count was wrong",
+        2: "",
+        130: "",
+    },
+)
+@click.option(
+    "--slots",
+    type=click.IntRange(1000, 20_000_000),
+    default=1_000_000,
+    show_default=True,
+    help="Slots in use.",
+)
+@click.option(
+    "--trials",
+    type=click.IntRange(1, 1000),
+    default=7,
+    show_default=True,
+    help="Runs, each with fresh ids.",
+)
+@click.option("--seed", type=int, default=20, show_default=True, help="Of the ids.")
+@click.pass_obj
+def slots(call: Call, slots: int, trials: int, seed: int) -> None:
+    """Time reference counts in one array beside dicts: one id, and batches of 10,000."""
+    from kvstore.bench import slots as measured
+
+    result = measured.run(slots, trials, seed)
     call.output.result(result, measured.lines(result))
