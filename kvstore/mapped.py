@@ -3,7 +3,8 @@
 A region is a memfd that its client made and sealed against shrinking and growing. Without the seals
 the client could cut it short under our hands, which ends a process that touches it (SIGBUS); so
 whatever is not a sealed memfd of the announced size is refused and its descriptor closed. The
-descriptor of a good one is closed too: the mapping is enough.
+descriptor of a good one is closed too: the mapping is enough. (An ``mmap.mmap`` would keep one of
+its own, and clients could use up all that this process may have; so libc is asked.)
 
 Each request that names a region is one of its users from its arrival to its last access; a region
 that was given up is unmapped when the last user has left.
@@ -12,10 +13,12 @@ that was given up is unmapped when the last user has left.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import ctypes
+import errno
 import fcntl
 import mmap
 import os
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,8 +37,15 @@ _F_GET_SEALS = 1034
 _SEALS = 0x2 | 0x4
 """F_SEAL_SHRINK and F_SEAL_GROW (linux/fcntl.h); Python 3.11 has no names for them."""
 _MADV_POPULATE_WRITE = 23
-_POPULATE_BYTES = 4 << 20
-"""madvise keeps the interpreter lock: populate in pieces that nobody notices."""
+_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 @dataclass(slots=True)
@@ -47,12 +57,12 @@ class Allowance:
 
 
 class Region:
-    """One mapped memfd of ``size`` bytes."""
+    """One mapped memfd of ``size`` bytes; ``memory`` is the mapping."""
 
-    def __init__(self, number: int, mapping: mmap.mmap) -> None:
+    def __init__(self, number: int, memory: memoryview) -> None:
         self.number = number
-        self.size = len(mapping)
-        self._mapping: mmap.mmap | None = mapping
+        self.size = len(memory)
+        self._memory: memoryview | None = memory
         self._users = 0
         self._unused = asyncio.Event()
         self._unused.set()
@@ -81,18 +91,17 @@ class Region:
                 f"which has {self.size}",
                 "check the client",
             )
-        assert self._mapping is not None
-        memory = memoryview(self._mapping)
+        memory = self._memory
+        assert memory is not None
         starts, ends = offsets.tolist(), (offsets + lengths).tolist()
         return [memory[start:end] for start, end in zip(starts, ends, strict=True)]
 
     def unmap(self) -> None:
-        """Give the memory back; the caller knows that nobody uses it."""
-        mapping, self._mapping = self._mapping, None
-        if mapping is not None:
-            # A view that somebody forgot keeps the mapping until it goes, and is safe that long.
-            with contextlib.suppress(BufferError):
-                mapping.close()
+        """Give the memory back; the caller knows that nobody uses it.
+
+        A view that somebody forgot would keep the mapping until it goes, and be safe that long.
+        """
+        self._memory = None
 
 
 class Regions:
@@ -143,10 +152,10 @@ class Regions:
         self._taken -= size
         self._allowance.used -= size
 
-    def add(self, mapping: mmap.mmap) -> Region:
+    def add(self, memory: memoryview) -> Region:
         """Give a mapping, for which room is reserved, the lowest free number from 1."""
         number = next(n for n in range(1, MAX_REGIONS + 2) if n not in self._by_number)
-        region = self._by_number[number] = Region(number, mapping)
+        region = self._by_number[number] = Region(number, memory)
         return region
 
     async def remove(self, number: int) -> None:
@@ -172,28 +181,28 @@ class Regions:
             self._drop(region)
 
 
-def map_region(descriptor: int, size: int) -> mmap.mmap:
+def map_region(descriptor: int, size: int) -> memoryview:
     """Map a sealed memfd of ``size`` bytes, its pages entered already (*worker*).
 
-    Raises UsageError for any other descriptor, PermissionDenied for a memfd that may not be
-    written. The descriptor stays the caller's.
+    The mapping goes with the last view of it. Raises UsageError for any other descriptor,
+    PermissionDenied for a memfd that may not be written. The descriptor stays the caller's.
     """
     _check(descriptor, size)
-    try:
-        mapping = mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-    except PermissionError as error:
-        raise PermissionDenied(
-            f"the memfd of a region may not be written: {error.strerror}", "seal it less"
-        ) from error
-    except OSError as error:
-        raise KVStoreError(f"a region cannot be mapped: {error}", "use a smaller one") from error
-    with contextlib.suppress(OSError):
-        mapping.madvise(mmap.MADV_DONTDUMP)
-    # Kernels before 5.14 cannot: then each page is entered when it is first used.
-    with contextlib.suppress(OSError):
-        for start in range(0, size, _POPULATE_BYTES):
-            mapping.madvise(_MADV_POPULATE_WRITE, start, min(_POPULATE_BYTES, size - start))
-    return mapping
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _libc.mmap(None, size, protection, mmap.MAP_SHARED, descriptor, 0)
+    if address == _FAILED:
+        reason = os.strerror(ctypes.get_errno())
+        if ctypes.get_errno() in (errno.EPERM, errno.EACCES):
+            raise PermissionDenied(
+                f"the memfd of a region may not be written: {reason}", "seal less"
+            )
+        raise KVStoreError(f"a region cannot be mapped: {reason}", "use a smaller one")
+    memory = (ctypes.c_ubyte * size).from_address(address)
+    weakref.finalize(memory, _libc.munmap, address, size).atexit = False
+    # Kernels before 5.14 cannot populate: then each page is entered when it is first used.
+    for advice in (mmap.MADV_DONTDUMP, _MADV_POPULATE_WRITE):
+        _libc.madvise(address, size, advice)
+    return memoryview(memory).cast("B")
 
 
 def _check(descriptor: int, size: int) -> None:

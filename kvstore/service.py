@@ -127,11 +127,11 @@ async def register(request: Request) -> None:
     regions, descriptor = request.connection.regions, request.descriptors[0]
     regions.reserve(size)
     try:
-        mapping = await request.server.in_worker(lambda: map_region(descriptor, size))
+        memory = await request.server.in_worker(lambda: map_region(descriptor, size))
     except BaseException:
         regions.give_back(size)
         raise
-    region = regions.add(mapping)
+    region = regions.add(memory)
     try:
         await request.answer(protocol.dump({"region": region.number}))
     finally:

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 REQUESTS = frozenset(Op) - {Op.EVENT}
 """What clients may send."""
 _PAGE = 4096
+_BLOCK_BYTES = 2 << 20
+"""What a block to be read is thought to take: before it is looked up nobody knows."""
 
 
 class PutFields(NamedTuple):
@@ -229,5 +231,5 @@ def weight(frame: Frame) -> int:
     """Return the bytes of memory that a request takes while it is under way, about."""
     taken = frame.meta_bytes + frame.payload_bytes
     if frame.op in (Op.GET, Op.STREAM_GET) and frame.region == INLINE:
-        taken += DEPTH * GET_BUDGET
+        taken += min(DEPTH * GET_BUDGET, frame.count * _BLOCK_BYTES)
     return taken

@@ -1,0 +1,50 @@
+"""The daemon without its command: any setting from JSON, and a gate in front of the disk.
+
+``python -m tests.bare_daemon FOLDER SETTINGS``: while the file FOLDER/shut is there, every read and
+write of the engine waits, after it has left its name (``get`` or ``put``) in FOLDER/inside.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvstore.backends.filesystem import FilesystemEngine
+from kvstore.errors import KVStoreError
+from kvstore.opening import Options
+from kvstore.server import ServerOptions, serve
+
+
+def gated(folder: Path, name: str, act: Callable[..., Any]) -> Callable[..., Any]:
+    def wait_and_act(*arguments: Any, **named: Any) -> Any:
+        if (folder / "shut").exists():
+            (folder / "inside").write_text(name)
+            while (folder / "shut").exists():
+                time.sleep(0.005)
+        return act(*arguments, **named)
+
+    return wait_and_act
+
+
+def main() -> int:
+    folder, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
+    logging.basicConfig(level=logging.DEBUG, format="%(message)s")
+    engine: Any = FilesystemEngine
+    engine.get_many_into = gated(folder, "get", engine.get_many_into)
+    engine.put_many = gated(folder, "put", engine.put_many)
+    memory = settings.pop("memory", 64 << 20)
+    options = Options(capacity=256 << 20, min_free=0, memory_bytes=memory)
+    try:
+        return serve(ServerOptions(folder / "kv.sock", folder / "store", options, **settings))
+    except KVStoreError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
