@@ -131,7 +131,7 @@ class Operations(Questions):
     ) -> None:
         super().__init__(address, timeout, new_port, staging_bytes=staging_bytes, check=check)
         self._lengths: dict[Scope, int] = {}
-        """The longest block of the last batch, by scope."""
+        """About the longest block of the last batches, by scope."""
 
     def _put_call(
         self,
@@ -429,7 +429,8 @@ class Operations(Questions):
     def _learn(self, call: Call, found: Found) -> None:
         longest = int(found.lengths.max(initial=0))
         if longest:
-            self._lengths[call.scope] = min(longest, MAX_BLOCK_BYTES)
+            before = self._lengths.get(call.scope, 0)
+            self._lengths[call.scope] = min(max(longest, before // 2), MAX_BLOCK_BYTES)
 
     @asynccontextmanager
     async def staging(
