@@ -2,9 +2,9 @@
 
 Every figure is processor time for an id counted up and down again; ids are drawn at random out of
 all slots in use, fresh in each trial. Two pairs: the arena beside a dict that refuses what it does
-(unknown ids, counts out of bounds), and a bare array beside a bare dict, which refuse
-nothing of that: what the structure itself is worth. Counts are compared with the truth before
-anything is timed, and after.
+(unknown ids, counts out of bounds), and a bare array beside a bare dict, which refuse nothing of
+that: what the structure itself is worth. Counts are compared with the truth before anything is
+timed, and after.
 """
 
 from __future__ import annotations
