@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -48,6 +49,7 @@ log = logging.getLogger(__name__)
 
 BOUNCE_BYTES = 128 << 20
 CAPACITY_SHARE = 0.5
+POPULATE_BYTES = 16 << 20
 MIN_RESERVE = 64 << 10
 MAX_RESERVE = 4 << 20
 _ENGINE_ALIASES = {"mmap": "superblock"}
@@ -206,6 +208,7 @@ class Opening:
         boot = _Boot(core, loaded, settled)
         boot.doubt_rows()
         store = Store(core, self._lock)
+        _populate(core)
         self._begin_writing(core, boot)
         if self._cancelled:
             return None
@@ -425,6 +428,21 @@ class _Boot:
         if not self._untrusted:
             return leftovers
         return leftovers[np.isin(leftovers["kind"], (events.Kind.FREE, events.Kind.PUT))]
+
+
+def _populate(core: Core) -> None:
+    """Have all memory touched, piece by piece, so that no request pays for it or waits behind it."""
+    pieces = [
+        partial(pages.populate, start, start + POPULATE_BYTES)
+        for pages in (core.bounce.pages, core.tier.pages)
+        for start in range(0, pages.capacity, POPULATE_BYTES)
+    ]
+
+    def go_on(_: Step | None = None) -> None:
+        if pieces:
+            core.queue(Step(pieces.pop(0), go_on))
+
+    go_on()
 
 
 def _append(core: Core, records: events.Records) -> None:

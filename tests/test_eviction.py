@@ -109,7 +109,7 @@ class Cache:
         index.realize(ghosts, sizes[~absent], numbers[~absent], self.clock)
         rows = index.find(1, keys)
         index.link(rows[1:], rows[:-1])
-        index.commit(found, numbers)
+        index.commit(found, index.generations[found], numbers)
 
     def make_room(self, blocks: int) -> None:
         index = self.index

@@ -14,7 +14,7 @@ from kvstore import chains
 from kvstore.columns import NONE, U32, U64, Arrays, Columns
 from kvstore.errors import InvalidKey
 from kvstore.hashtable import HashTable
-from kvstore.index import DISK, DURABLE, GHOST, HIDDEN, UNSYNCED, WRITING, Index
+from kvstore.index import DISK, DURABLE, GHOST, HIDDEN, MEM, UNSYNCED, WRITING, Index
 from kvstore.keys import KeyArray, space_number
 
 SPACE = space_number(3, 0)
@@ -32,7 +32,7 @@ def insert(index: Index, keys: KeyArray, space: int = SPACE, size: int = 1000) -
     """Insert keys as finished blocks."""
     sizes = np.full(len(keys), size, np.uint32)
     rows = index.insert(space, keys, sizes, numbered(len(keys), 1), 0)
-    assert index.commit(rows, numbered(len(keys))).all()
+    assert index.commit(rows, index.generations[rows], numbered(len(keys))).all()
     return rows
 
 
@@ -125,7 +125,7 @@ class TestAnswers:
         rows = index.insert(SPACE, keys, np.full(3, 5, np.uint32), numbered(3), 0)
         assert index.find(SPACE, keys).tolist() == rows.tolist()
         assert not index.contains(SPACE, keys).any()
-        index.commit(rows[:1], numbered(1))
+        index.commit(rows[:1], index.generations[rows[:1]], numbered(1))
         index.abort(rows[1:2])
         assert index.contains(SPACE, keys).tolist() == [True, False, False]
         assert index.find(SPACE, keys).tolist() == [rows[0], NONE, rows[2]]
@@ -297,7 +297,7 @@ def fill(index, policy, batches):
     sizes, numbers = np.full(10_000, 1 << 20, np.uint32), np.arange(10_000, dtype=np.uint64)
     for _ in range(batches):
         keys = rng.integers(0, 256, (10_000, 36), dtype=np.uint8)
-        index.commit(index.insert(5, keys, sizes, numbers, 0), numbers)
+        index.commit(index.insert(5, keys, sizes, numbers, 0), numbers, numbers)
     policy.candidates(index.last_use, index.flags, 4096)
 
 fill(Index(), make("lru"), 100)  # Memory for numpy's passing arrays, which malloc keeps.
@@ -530,7 +530,7 @@ class TestChains:
         assert not index.contains(SPACE, keys[:1])
         index.realize(parents[:1], np.array([5], np.uint32), numbered(1, 9), 0)
         assert index.flags[parents[0]] == WRITING
-        index.commit(parents[:1], numbered(1))
+        index.commit(parents[:1], index.generations[parents[:1]], numbered(1))
         assert index.contains(SPACE, keys).all()
         assert index.ghost_count == 0
         assert index.generations[parents[0]] == 9
@@ -634,7 +634,7 @@ class TestRemoval:
         keys = random_keys(1, 2)
         rows = index.insert(SPACE, keys, np.full(2, 5, np.uint32), numbered(2), 0)
         index.remove(rows[:1])
-        assert index.commit(rows, numbered(2)).tolist() == [False, True]
+        assert index.commit(rows, index.generations[rows], numbered(2)).tolist() == [False, True]
         assert index.contains(SPACE, keys).tolist() == [False, True]
         assert index.blocks == 1
 
@@ -743,7 +743,7 @@ class TestCheckpoint:
         keys = random_keys(1, 3)
         rows = index.insert(SPACE, keys, np.full(3, 5, np.uint32), numbered(3), 0)
         index.link(rows[1:2], rows[:1])
-        index.commit(rows[1:2], numbered(1))
+        index.commit(rows[1:2], index.generations[rows[1:2]], numbered(1))
         exported = index.export(0, index.row_limit)
         assert exported.rows.tolist() == rows[:2].tolist()
         assert exported.ghost.tolist() == [True, False]
@@ -820,3 +820,48 @@ class TestCheckpoint:
         assert index.dropped_links == 1
         assert index.parents[rows[65_536]] == NONE
         assert index.depths[rows[[65_535, 65_536, 65_599]]].tolist() == [65_535, 0, 63]
+
+
+def test_a_block_in_memory_is_readable_before_the_engine_has_it() -> None:
+    index = Index(seed=1)
+    keys = random_keys(1, 3)
+    rows = index.insert(7, keys, np.full(3, 1000, np.uint32), numbered(3), 0)
+    assert not index.contains(7, keys).any()
+    index.fill(rows)
+    assert index.contains(7, keys).all()
+    assert (index.blocks, index.live_bytes) == (0, 0)
+    assert not index.evictable(rows, 0.0).any()
+    with pytest.raises(ValueError, match="being written"):
+        index.fill(rows)
+    index.remove(rows[:1])
+    there = index.commit(rows, numbered(3), numbered(3))
+    assert there.tolist() == [False, True, True]
+    assert index.blocks == 2
+    assert (index.flags[rows[1:]] == MEM | DISK).all()
+
+
+def test_a_late_commit_of_another_version_changes_nothing() -> None:
+    index = Index(seed=1)
+    keys = random_keys(1, 1)
+    rows = index.insert(7, keys, np.full(1, 1000, np.uint32), numbered(1), 0)
+    index.fill(rows)
+    assert not index.commit(rows, numbered(1) + np.uint64(5), numbered(1)).any()
+    assert index.blocks == 0
+
+
+def test_a_block_on_disk_can_be_replaced() -> None:
+    index = Index(seed=1)
+    rows = index.insert(7, random_keys(1, 2), np.full(2, 1000, np.uint32), numbered(2), 0)
+    with pytest.raises(ValueError, match="on disk"):
+        index.replace(rows, np.full(2, 1000, np.uint32), numbered(2), numbered(2))
+    index.commit(rows, index.generations[rows], numbered(2))
+    index.lease(rows, 5.0)
+    before = index.live_bytes
+    larger = np.full(2, 1000, np.uint32) + np.uint32(1 << 20)
+    index.replace(rows, larger, numbered(2) + np.uint64(9), numbered(2) + np.uint64(1))
+    assert index.live_bytes == before + 2 * (1 << 20)
+    assert index.generations[rows].tolist() == (numbered(2) + 9).tolist()
+    assert index.leased_bytes(0.0) == index.live_bytes
+    index.acquire(rows)
+    with pytest.raises(ValueError, match="references"):
+        index.replace(rows, larger, numbered(2), numbered(2))

@@ -237,7 +237,8 @@ class Machine:
     def commit(self) -> None:
         rows = self.some_rows("writing")
         places = np.array([self.random.getrandbits(64) for _ in rows], np.uint64)
-        assert self.index.commit(self.numbers(rows), places).all()
+        numbers = self.numbers(rows)
+        assert self.index.commit(numbers, self.index.generations[numbers], places).all()
         for row, place in zip(rows, places.tolist(), strict=True):
             row.state, row.place = "disk", place
 

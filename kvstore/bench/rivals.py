@@ -105,7 +105,7 @@ class OurIndex(Structure["KeyArray"]):
         sizes = np.full(count, PAYLOAD_BYTES, np.uint32)
         numbers = np.arange(self._filed, self._filed + count, dtype=np.uint64)
         rows = self.index.insert(SPACE, keys, sizes, numbers, 0)
-        self.index.commit(rows, numbers)
+        self.index.commit(rows, numbers, numbers)
         self._filed += count
         return rows
 

@@ -102,6 +102,7 @@ def _server_options(loaded: Loaded) -> ServerOptions:
             min_free=settings.min_free,
             create=settings.create,
             io=settings.io,
+            memory_bytes=settings.memory,
         ),
         workers=settings.workers,
         max_clients=settings.max_clients,
