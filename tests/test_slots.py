@@ -367,8 +367,17 @@ def test_space_that_cannot_be_cut_is_refused(total: int, chunk: int, header: int
         Arena(total, chunk, header)
 
 
-def test_an_arena_without_space_holds_nothing() -> None:
-    arena = Arena(CHUNK - 1, CHUNK)
+def test_the_largest_chunk_has_as_many_slots_as_a_u16_counts() -> None:
+    arena = Arena(256 << 20, 256 << 20, header=0)
+    places = arena.allocate(np.full(1 << 16, PAGE, np.uint32))
+    assert places.tolist() == list(range(1 << 16))
+    arena.free(places[-1:])
+    assert arena.allocate(np.array([1], np.uint32)).tolist() == [0xFFFF]
+
+
+@pytest.mark.parametrize("total", [0, CHUNK - 1])
+def test_an_arena_without_space_holds_nothing(total: int) -> None:
+    arena = Arena(total, CHUNK)
     assert (arena.capacity, arena.num_chunks, arena.num_slots, arena.used_bytes) == (0, 0, 0, 0)
     assert arena.fits(sizes_of(1)).tolist() == [False]
     assert arena.allocate(sizes_of()).tolist() == []

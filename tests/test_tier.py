@@ -450,6 +450,23 @@ def test_a_dropped_row_may_come_back_while_its_old_slot_is_read() -> None:
     assert len(bench.reserve(9, 9)) == 2
 
 
+def test_dropped_rows_wait_each_for_its_own_readers() -> None:
+    bench = Bench(3)
+    rows = bench.put(9, 9, 9)
+    slots = bench.tier.find(rows)
+    bench.index.acquire(rows)
+    bench.tier.drop(rows[:2])
+    bench.tier.drop(rows[2:])
+    assert bench.tier.detach(rows[1:2]).tolist() == slots[1:2].tolist()
+    bench.index.release(rows[2:])
+    assert bench.reserve(9).tolist() == slots[2:].tolist()
+    bench.index.release(rows[1:2])
+    with pytest.raises(Busy):
+        bench.reserve(9)
+    bench.index.release(rows[:1])
+    assert bench.reserve(9).tolist() == slots[:1].tolist()
+
+
 def test_detached_slots_stay_until_they_are_given_back() -> None:
     bench = Bench(2)
     rows = bench.put(9, 9)
