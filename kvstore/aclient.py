@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstore.operations import Operations, Sizes, Staging
 from kvstore.regions import DEFAULT_TOTAL_BYTES
@@ -61,20 +61,28 @@ class Loop:
 
     def __init__(self) -> None:
         self._locks: dict[str, asyncio.Lock] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def connect(self, address: Address, limit: float) -> socket.socket:
         sock, where = address.socket()
         sock.setblocking(False)
         loop = asyncio.get_running_loop()
         try:
-            await _within(limit, loop.sock_connect(sock, where))
+            await _within(limit, asyncio.ensure_future(loop.sock_connect(sock, where)))
         except BaseException:
             sock.close()
             raise
         return sock
 
+    def serves(self, connection: Connection) -> bool:
+        if self._loop is asyncio.get_running_loop():
+            return True
+        self._locks.clear()
+        return False
+
     def attach(self, connection: Connection) -> None:
         loop, number = asyncio.get_running_loop(), connection.fileno()
+        self._loop = loop
         loop.add_reader(number, connection.service)
 
         def leave() -> None:
@@ -135,13 +143,22 @@ class Loop:
 
     async def lock(self, name: str, limit: float) -> Lock:
         lock = self._locks.setdefault(name, asyncio.Lock())
-        await _within(limit, lock.acquire())
+        step = asyncio.ensure_future(lock.acquire())
+        try:
+            await _within(limit, step)
+        except BaseException:
+            if step.done() and not step.cancelled():
+                lock.release()
+            raise
         return lock
 
 
-async def _within(limit: float, step: object) -> None:
-    """Await something until ``limit``. Raises TimeoutError, also where asyncio has its own."""
+async def _within(limit: float, step: asyncio.Future[Any]) -> None:
+    """Await a step until ``limit``, then give it up. Raises TimeoutError."""
     try:
-        await asyncio.wait_for(step, max(limit - time.monotonic(), 0.001))  # type: ignore[arg-type]
-    except asyncio.TimeoutError:
-        raise TimeoutError from None
+        await asyncio.wait({step}, timeout=max(limit - time.monotonic(), 0.001))
+        if not step.done():
+            raise TimeoutError
+        step.result()
+    finally:
+        step.cancel()

@@ -26,7 +26,7 @@ from kvstore.protocol import Flag, Frame, Op
 from kvstore.regions import Witness
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvstore.regions import Extent
 
@@ -111,7 +111,7 @@ class Connection:
         self._lock = threading.RLock()
         self._watchers = 0
         self._buffer = bytearray(_BUFFER_BYTES)
-        self._parser = self._parse()
+        self._parser: Iterator[memoryview] = self._parse()
         self._want = next(self._parser)
 
     # -- requests ---------------------------------------------------------------------------------
@@ -246,6 +246,7 @@ class Connection:
             self._sock.shutdown(socket.SHUT_RDWR)
         self._dispose()
         self._out.clear()
+        self._parser = iter(())  # it refers to us
         pendings = list(self._pending.values())
         self._pending.clear()
         for pending in pendings:
@@ -332,7 +333,7 @@ class Connection:
         if not self._want:
             self._want = next(self._parser)
 
-    def _parse(self) -> Generator[memoryview, None, None]:
+    def _parse(self) -> Iterator[memoryview]:
         """Yield the memory that the next bytes belong in, again and again."""
         while True:
             header = bytearray(protocol.HEADER_BYTES)

@@ -108,16 +108,13 @@ class Region:
                     return Extent(self, offset, size)
         return None
 
-    def give_back(self, extent: Extent) -> bool:
-        """Take an extent back; return false if the region had to be abandoned for it."""
+    def give_back(self, extent: Extent) -> None:
+        """Take an extent back, whose requests have all been answered."""
         with self._lock:
             self.leased -= 1
-            if extent.under_way:
-                self.abandoned = True
             if not self.abandoned:
                 self._free.append((extent.offset, extent.nbytes))
                 self._free = list(_joined(sorted(self._free)))
-            return not self.abandoned
 
     def count(self, extent: Extent, change: int) -> None:
         with self._lock:
@@ -222,7 +219,8 @@ class Regions:
                 if extent is not None:
                     return extent
             size = max(self.region_bytes, pages(nbytes))
-            self._make_room(size)
+            if self._bytes() + size > self.total_bytes:
+                self._drop_idle()  # they were too small for what is wanted now
             if size > MAX_REGION_BYTES or self._bytes() + size > self.total_bytes:
                 return None
             self._live.append(Region(size))
@@ -231,11 +229,14 @@ class Regions:
     def _bytes(self) -> int:
         return sum(region.nbytes for region in self._live)
 
-    def _make_room(self, size: int) -> None:
-        """Drop idle regions that were too small for what is wanted now."""
-        if self._bytes() + size > self.total_bytes:
-            self._dropped += [region for region in self._live if region.idle]
-            self._live = [region for region in self._live if not region.idle]
+    def drop_idle(self) -> None:
+        """Take the regions out of use that nobody uses now."""
+        with self._lock:
+            self._drop_idle()
+
+    def _drop_idle(self) -> None:
+        self._dropped += [region for region in self._live if region.idle]
+        self._live = [region for region in self._live if not region.idle]
 
     def release(self, extent: Extent) -> None:
         """Give an extent back; may be called twice."""
@@ -243,7 +244,17 @@ class Regions:
             if extent.released:
                 return
             extent.released = True
-            region = extent.region
-            if not region.give_back(extent) and region in self._live:
-                self._live.remove(region)
-                self._abandoned.append(region)
+            if extent.under_way:
+                self._abandon(extent.region)
+            extent.region.give_back(extent)
+
+    def abandon(self, region: Region) -> None:
+        """Never lease memory of this region again; a request that names it was not answered."""
+        with self._lock:
+            self._abandon(region)
+
+    def _abandon(self, region: Region) -> None:
+        if not region.abandoned:
+            region.abandoned = True
+            self._live.remove(region)
+            self._abandoned.append(region)

@@ -71,9 +71,12 @@ class Session:
         self._begin()
 
     def close(self) -> None:
+        """End the connection and let go of the memory that nobody uses."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+        self.regions.drop_idle()
+        self.regions.dropped()
 
     @property
     def checks(self) -> bool:
@@ -105,6 +108,8 @@ class Session:
     def _usable(self) -> Connection | None:
         current = self._connection
         if current is not None:
+            if not self.port.serves(current):
+                current.close()
             current.service()  # the daemon may have closed it meanwhile
             if current.broken is None:
                 return current
@@ -217,8 +222,12 @@ class Session:
             connection.close(error)
             raise
         finally:
-            if not pending.done:
-                await self._let_go(connection, pending)
+            try:
+                if not pending.done:
+                    await self._let_go(connection, pending)
+            finally:
+                if request.extent is not None and not pending.done:
+                    self.regions.abandon(request.extent.region)
 
     async def _next(self, connection: Connection, pending: Pending, until: float) -> Reply:
         await self.port.wait(connection, pending, until)

@@ -70,6 +70,9 @@ class Port(Protocol):
     def attach(self, connection: Connection) -> None:
         """Take care of a new connection."""
 
+    def serves(self, connection: Connection) -> bool:
+        """Tell whether a connection can be waited for here and now."""
+
     async def wait(self, connection: Connection, pending: Pending, limit: float) -> None:
         """Return when the request is ready or the time has passed."""
 
@@ -139,6 +142,9 @@ class Threads:
 
     def attach(self, connection: Connection) -> None:
         self._turns[connection] = Turns()
+
+    def serves(self, connection: Connection) -> bool:
+        return True
 
     async def wait(self, connection: Connection, pending: Pending, limit: float) -> None:
         turns = self._turns[connection]

@@ -45,7 +45,7 @@ class Asked:
         return Meta(self.meta[self.frame.key_length * self.frame.count :])
 
     def answer(
-        self, meta: bytes = b"", payload: bytes = b"", *, op: int | None = None, **header: Any
+        self, meta: bytes = b"", payload: bytes = b"", /, *, op: int | None = None, **header: Any
     ) -> None:
         frame = Frame(self.frame.op if op is None else op, request=self.frame.request)
         frame = replace(frame, count=self.frame.count)

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,10 @@ def many(count: int, size: int) -> tuple[list[bytes], list[bytes]]:
     return [key(n) for n in range(count)], [block(n, size) for n in range(count)]
 
 
+def whole(found: list[memoryview | None]) -> list[bytes | None]:
+    return [None if view is None else bytes(view) for view in found]
+
+
 def in_threads(*acts: Callable[[], Any]) -> list[Any]:
     """Run all at once; return what each returned or raised."""
     results: list[Any] = [None] * len(acts)
@@ -93,7 +98,7 @@ def test_blocks_come_back_as_they_were(either: FakeDaemon, size: int) -> None:
     with connect(either.address) as client:
         assert not client.put_many(names, blocks).any()
         assert [either.blocks[0, 0, name] for name in names] == blocks
-        assert client.get_many([*names, key(99)]) == [*blocks, None]
+        assert whole(client.get_many([*names, key(99)])) == [*blocks, None]
         assert client.get(names[3]) == blocks[3]
         buffers = [bytearray(size) for _ in names]
         assert not client.get_into(names, buffers).any()
@@ -120,7 +125,7 @@ def test_a_daemon_that_takes_no_regions_gets_blocks_inline(
     daemon.takes_regions = False
     names, blocks = many(3, MIB)
     assert not client.put_many(names, blocks).any()
-    assert client.get_many(names) == blocks
+    assert whole(client.get_many(names)) == blocks
     assert len(daemon.of(Op.REGISTER)) == 1
     with pytest.raises(errors.UsageError), client.staging(MIB):
         pass
@@ -132,7 +137,7 @@ def test_a_system_without_memfd_gets_blocks_inline(
     monkeypatch.delattr(os, "memfd_create")
     names, blocks = many(3, MIB)
     assert not client.put_many(names, blocks).any()
-    assert client.get_many(names) == blocks
+    assert whole(client.get_many(names)) == blocks
 
 
 def test_batches_larger_than_a_request_are_cut(daemon: FakeDaemon, client: Client) -> None:
@@ -141,7 +146,7 @@ def test_batches_larger_than_a_request_are_cut(daemon: FakeDaemon, client: Clien
     asked = daemon.of(Op.PUT)
     assert sum(one.frame.count for one in asked) == 70
     assert len(asked) == 3
-    assert client.get_many(names) == blocks
+    assert whole(client.get_many(names)) == blocks
 
 
 def test_blocks_of_unexpected_length_are_asked_for_again(client: Client) -> None:
@@ -149,7 +154,7 @@ def test_blocks_of_unexpected_length_are_asked_for_again(client: Client) -> None
     assert client.get(key(0)) == b"tiny"
     names, blocks = many(5, 5 * MIB)
     client.put_many(names, blocks)
-    assert client.get_many(names) == blocks
+    assert whole(client.get_many(names)) == blocks
     client._operations._lengths.clear()
     assert [bytes(view or b"") for _, _, view in client.stream_get(names)] == blocks
 
@@ -268,7 +273,7 @@ def test_questions_say_all_that_was_asked(daemon: FakeDaemon, client: Client) ->
 
 def test_empty_batches_ask_nothing(daemon: FakeDaemon, client: Client) -> None:
     assert client.put_many([], []).tolist() == []
-    assert client.get_many([]) == []
+    assert whole(client.get_many([])) == []
     assert client.contains([]).tolist() == []
     assert list(client.stream_get([])) == []
     assert daemon.asked == []
@@ -340,7 +345,7 @@ def test_many_threads_share_one_connection(daemon: FakeDaemon, client: Client) -
             names = [key(thread * 1000 + turn * 4 + n) for n in range(3)]
             blocks = [block(thread * 1000 + turn * 4 + n, size) for n in range(3)]
             assert not client.put_many(names, blocks).any()
-            assert client.get_many(names) == blocks
+            assert whole(client.get_many(names)) == blocks
             assert client.contains(names).all()
         return thread
 
@@ -354,7 +359,12 @@ def test_one_slow_request_holds_nobody_up(daemon: FakeDaemon, client: Client) ->
 
     def script(asked: Asked) -> bool:
         if asked.frame.op == Op.FLUSH:
-            threading.Thread(target=lambda: slow.wait(30) and daemon.serve(asked)).start()
+
+            def later() -> None:
+                slow.wait(30)
+                daemon.serve(asked)
+
+            threading.Thread(target=later).start()
             return True
         return False
 
@@ -403,7 +413,7 @@ def test_a_cancel_that_is_confirmed_costs_no_memory(daemon: FakeDaemon, client: 
     cancelled = int.from_bytes(daemon.of(Op.CANCEL)[0].meta, "little")
     assert cancelled == daemon.of(Op.GET)[-1].frame.request
     daemon.script = None
-    assert client.get_many(names) == blocks
+    assert whole(client.get_many(names)) == blocks
     assert client._operations._session.regions.abandoned == 0
     assert len(daemon.of(Op.REGISTER)) == 1
     assert len(daemon.peers) == 1
@@ -440,7 +450,7 @@ def test_late_writes_reach_no_memory_that_is_used_again(daemon: FakeDaemon, clie
         other = [key(100 + n) for n in range(4)]
         assert not client.put_many(other, blocks).any()
         assert [daemon.blocks[0, 0, name] for name in other] == blocks
-        assert client.get_many(names) == blocks
+        assert whole(client.get_many(names)) == blocks
         assert all(one.frame.region != late.frame.region for one in daemon.asked[-2:])
         with client.staging(40 * MIB) as staging:
             staging.view[:] = bytes(40 * MIB)
@@ -464,7 +474,7 @@ def test_after_four_losses_all_is_a_miss_at_once_until_the_daemon_ends(
     daemon.script = None
     asked, begun = len(daemon.asked), time.monotonic()
     buffers = [bytearray(MIB), bytearray(10)]
-    assert client.get_many(names) == [None, None]
+    assert whole(client.get_many(names)) == [None, None]
     assert client.get_into(names, buffers).tolist() == [BlockStatus.MISS] * 2
     assert [s for _, s, _ in client.stream_get(names)] == [BlockStatus.MISS] * 2
     assert not client.contains(names).any()
@@ -473,9 +483,9 @@ def test_after_four_losses_all_is_a_miss_at_once_until_the_daemon_ends(
         with pytest.raises(errors.Busy):
             client.put(key(5), bytes(size))
     assert len(daemon.asked) == asked
-    assert time.monotonic() - begun < 1
+    assert time.monotonic() - begun < 5, "waited for a daemon that does not answer"
     daemon.end()
-    assert client.get_many(names) == blocks
+    assert whole(client.get_many(names)) == blocks
     assert client.put(key(5), block(5, MIB)) == "stored"
 
 
@@ -494,7 +504,7 @@ def test_a_closed_connection_confirms_nothing(daemon: FakeDaemon, client: Client
     late = daemon.of(Op.GET)[0]
     assert client._operations._session.regions.abandoned == 1
     daemon.script = None
-    assert client.get_many(names) == blocks
+    assert whole(client.get_many(names)) == blocks
     assert len(daemon.peers) == 2
     with client.staging(40 * MIB) as staging:
         staging.view[:] = bytes(40 * MIB)
@@ -506,11 +516,11 @@ def test_a_late_confirmation_ends_a_loss(daemon: FakeDaemon, client: Client) -> 
     names, blocks = many(2, MIB)
     client.put_many(names, blocks)
     exhaust(daemon, client)
-    assert client.get_many(names) == [None, None]
+    assert whole(client.get_many(names)) == [None, None]
     daemon.script = None
     for cancel in daemon.of(Op.CANCEL):
         daemon.serve(cancel)
-    assert client.get_many(names) == blocks
+    assert whole(client.get_many(names)) == blocks
     assert client._operations._session.regions.abandoned == 0
     lost = {one.frame.region for one in daemon.of(Op.GET)[:-1]}
     assert daemon.of(Op.GET)[-1].frame.region not in lost
@@ -539,8 +549,8 @@ def test_late_answers_are_dropped(daemon: FakeDaemon, client: Client) -> None:
     with pytest.raises(errors.DeadlineExceeded):
         client.get_many(names, timeout=0.1)
     daemon.script = None
-    daemon.serve(daemon.of(Op.GET)[0])
-    assert client.get_many(names[::-1]) == blocks[::-1]
+    threading.Thread(target=daemon.serve, args=(daemon.of(Op.GET)[0],)).start()
+    assert whole(client.get_many(names[::-1])) == blocks[::-1]
     assert len(daemon.peers) == 1
     assert client._operations._session._connection is not None
     assert client._operations._session._connection.under_way <= 1  # the cancel itself
@@ -558,22 +568,18 @@ def test_staging_is_lost_with_its_request(daemon: FakeDaemon, client: Client) ->
     assert client._operations._session.regions.abandoned == 1
 
 
-def answer_wrongly(asked: Asked) -> None:
-    asked.frame = protocol.replace(asked.frame, request=asked.frame.request + 1000)
-
-
 @pytest.mark.parametrize(
     "header",
     [{"op": Op.PUT}, {"count": 3}, {"count": 0}, {"flags": Flag.MORE, "count": 2}],
     ids=lambda header: str(header),
 )
-def test_answers_that_do_not_fit_end_the_connection(
+def test_answers_that_do_not_fit_are_refused(
     daemon: FakeDaemon, client: Client, header: dict[str, int]
 ) -> None:
     def script(asked: Asked) -> bool:
         if asked.frame.op != Op.GET:
             return False
-        asked.answer(bytes([BlockStatus.MISS]) * 3 + bytes(36), **header)
+        asked.answer(bytes([BlockStatus.MISS]) * 3 + bytes(36), b"", **header)
         if header.get("flags"):
             asked.answer(bytes(13), count=1)
         return True
@@ -583,7 +589,7 @@ def test_answers_that_do_not_fit_end_the_connection(
         client.get_many([key(1), key(2)])
     daemon.script = None
     assert client.get(key(1)) is None
-    assert len(daemon.peers) == 2
+    assert len(daemon.peers) == (2 if "op" in header else 1)
 
 
 def test_an_answer_to_nobody_fails_all_who_wait(daemon: FakeDaemon, client: Client) -> None:
@@ -594,7 +600,7 @@ def test_an_answer_to_nobody_fails_all_who_wait(daemon: FakeDaemon, client: Clie
             return True
         if asked.frame.op == Op.TOUCH:
             time.sleep(0.1)
-            asked.frame = protocol.replace(asked.frame, request=4711)
+            asked.frame = replace(asked.frame, request=4711)
             asked.answer()
             return True
         return False
@@ -610,7 +616,12 @@ def test_an_answer_to_nobody_fails_all_who_wait(daemon: FakeDaemon, client: Clie
 
 
 def test_garbage_ends_the_connection(daemon: FakeDaemon, client: Client) -> None:
-    daemon.script = lambda asked: asked.frame.op == Op.GET and not asked.peer.send(b"\0" * 64)
+    def script(asked: Asked) -> bool:
+        if asked.frame.op == Op.GET:
+            asked.peer.send(bytes(64))
+        return asked.frame.op == Op.GET
+
+    daemon.script = script
     with pytest.raises(errors.ProtocolError):
         client.get(key(1))
     daemon.script = None
@@ -626,7 +637,7 @@ def test_a_daemon_that_dies_in_the_middle_of_an_answer_is_told(
         if asked.frame.op != Op.GET:
             return False
         meta, data = bytes(1) + (100_000).to_bytes(4, "little") + bytes(8), bytes(50_000)
-        frame = protocol.replace(asked.frame, meta_bytes=len(meta), payload_bytes=100_000, flags=0)
+        frame = replace(asked.frame, meta_bytes=len(meta), payload_bytes=100_000, flags=0)
         asked.peer.send(frame.pack() + meta + data)
         daemon.drop_all()
         return True
@@ -773,9 +784,12 @@ def test_only_blocks_that_had_no_room_are_put_again_under_their_parents(
 
 
 def test_blocks_that_stay_busy_are_told(daemon: FakeDaemon, client: Client) -> None:
-    daemon.script = lambda asked: (
-        asked.frame.op == Op.PUT and not asked.answer(bytes([BlockStatus.BUSY]))
-    )
+    def script(asked: Asked) -> bool:
+        if asked.frame.op == Op.PUT:
+            asked.answer(bytes([BlockStatus.BUSY]))
+        return asked.frame.op == Op.PUT
+
+    daemon.script = script
     with pytest.raises(errors.Busy):
         client.put(key(1), b"x", timeout=0.2)
     assert client.put_many([key(1)], [b"x"], timeout=0.2).tolist() == [BlockStatus.BUSY]
@@ -797,7 +811,7 @@ def test_busy_gets_are_repeated(daemon: FakeDaemon, client: Client) -> None:
         return True
 
     daemon.script = script
-    assert client.get_many(names) == blocks
+    assert whole(client.get_many(names)) == blocks
     buffers = [bytearray(300_000) for _ in names]
     assert not client.get_into(names, buffers).any()
     assert buffers == blocks
@@ -826,7 +840,7 @@ def test_bytes_that_do_not_match_their_checksum_are_no_hit(
         return True
 
     daemon.script = script
-    assert client.get_many(names) == [blocks[0], None]
+    assert whole(client.get_many(names)) == [blocks[0], None]
     buffers = [bytearray(size), bytearray(size)]
     expected = [BlockStatus.OK, BlockStatus.MISMATCH]
     assert client.get_into(names, buffers).tolist() == expected
@@ -861,7 +875,7 @@ def test_a_stream_yields_blocks_as_they_come(daemon: FakeDaemon, client: Client)
     daemon.script = script
     stream = client.stream_get(names)
     position, status, view = next(stream)
-    assert (position, status, view) == (0, BlockStatus.OK, blocks[0])
+    assert (position, status, bytes(view or b"")) == (0, BlockStatus.OK, blocks[0])
     go_on.set()
     assert [(p, s, v and bytes(v)) for p, s, v in stream] == [
         (1, BlockStatus.MISS, None),
@@ -887,7 +901,7 @@ def test_closing_a_stream_cancels_it(daemon: FakeDaemon, client: Client) -> None
     assert cancelled == daemon.of(Op.STREAM_GET)[0].frame.request
     assert client._operations._session.regions.abandoned == 0
     daemon.script = None
-    assert client.get_many(names) == blocks
+    assert whole(client.get_many(names)) == blocks
 
 
 def events(asked: Asked, first: int, kinds: bytes, *names: bytes, flags: int = 0) -> None:
@@ -949,13 +963,13 @@ def test_a_child_process_talks_on_its_own(daemon: FakeDaemon, client: Client) ->
     if child == 0:
         code = 1
         try:
-            good = client.get_many(names) == blocks
+            good = whole(client.get_many(names)) == blocks
             client.put(key(7), block(7, MIB))
             code = 0 if good else 2
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert client.get_many([*names, key(7)]) == [*blocks, block(7, MIB)]
+    assert whole(client.get_many([*names, key(7)])) == [*blocks, block(7, MIB)]
     assert len(daemon.peers) == 2
     assert len({id(one.peer) for one in daemon.of(Op.REGISTER)}) == 2
 
@@ -975,7 +989,8 @@ def test_a_client_gives_its_descriptors_back(daemon: FakeDaemon) -> None:
                 region.close()
         return len(os.listdir("/proc/self/fd"))
 
-    assert once() == once() == once()
+    once()
+    assert once() == once()
 
 
 # -- asyncio --------------------------------------------------------------------------------------
@@ -991,7 +1006,7 @@ def test_asyncio_does_the_same(either: FakeDaemon) -> None:
     async def act() -> None:
         async with AsyncClient(either.address) as client:
             assert not (await client.put_many(names, blocks)).any()
-            assert await client.get_many([*names, key(99)]) == [*blocks, None]
+            assert whole(await client.get_many([*names, key(99)])) == [*blocks, None]
             assert await client.get(key(1)) == blocks[1]
             buffers = [bytearray(MIB) for _ in names]
             assert not (await client.get_into(names, buffers)).any()
@@ -1050,8 +1065,13 @@ def test_a_cancelled_task_cancels_its_request(daemon: FakeDaemon, confirm: bool)
             assert len(daemon.of(Op.CANCEL)) == 1
             assert client._session.regions.abandoned == (0 if confirm else 1)
             late = daemon.of(Op.GET)[0]
-            daemon.script = lambda asked: asked.frame.op == Op.GET and scribble(late)
-            assert await client.get_many(names) == blocks
+
+            def script(asked: Asked) -> bool:
+                scribble(late)
+                return False
+
+            daemon.script = script
+            assert whole(await client.get_many(names)) == blocks
 
     asyncio.run(act())
 
