@@ -135,7 +135,7 @@ class FakeDaemon:
         self.body.wait()
 
     def drop_all(self) -> None:
-        for peer in self.peers:
+        for peer in list(self.peers):
             with contextlib.suppress(OSError):
                 peer.sock.shutdown(socket.SHUT_RDWR)
 

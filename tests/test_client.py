@@ -549,8 +549,11 @@ def test_late_answers_are_dropped(daemon: FakeDaemon, client: Client) -> None:
     with pytest.raises(errors.DeadlineExceeded):
         client.get_many(names, timeout=0.1)
     daemon.script = None
-    threading.Thread(target=daemon.serve, args=(daemon.of(Op.GET)[0],)).start()
+    late = threading.Thread(target=daemon.serve, args=(daemon.of(Op.GET)[0],))
+    late.start()
     assert whole(client.get_many(names[::-1])) == blocks[::-1]
+    late.join(10)
+    client.status()
     assert len(daemon.peers) == 1
     assert client._operations._session._connection is not None
     assert client._operations._session._connection.under_way <= 1  # the cancel itself
