@@ -172,7 +172,8 @@ class Namespaces:
     def _add(self, identity: bytes, record: NamespaceRecord | None) -> Namespace:
         if len(self._numbered) >= _MAX_NUMBERS:
             raise CorruptStore(
-                f"the records of this store name {_MAX_NUMBERS} namespaces", "run kvstore fsck"
+                f"the records of this store name {_MAX_NUMBERS} namespaces",
+                "move it away and begin an empty one; a later kvstore can salvage its blocks",
             )
         namespace = Namespace(identity, len(self._numbered), record)
         self._numbered.append(namespace)

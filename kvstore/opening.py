@@ -146,7 +146,7 @@ class Opening:
         if wanted and wanted != record.engine:
             raise ConfigError(
                 f"the store at {self.path} uses the engine {record.engine}, not {wanted}",
-                f"drop the setting, or run kvstore migrate --to {wanted}",
+                "drop the setting, or choose another place: no command converts a store yet",
             )
         if self.options.capacity is not None:
             check_capacity(self.options.capacity)
@@ -346,7 +346,7 @@ class Opening:
             return
         self.phase = "evicting to capacity"
         removal = evict(core, choose_victims(core, wanted))
-        log.warning("will evict %d blocks, %d bytes", removal.count, removal.bytes)
+        log.warning("will evict %d blocks, %.4g MiB", removal.count, removal.bytes / (1 << 20))
         core.begin(removal)
         removal.perform()
         core.finish(removal)
