@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.group(
     cls=Group,
     example="kvstore bench demo\nkvstore bench index",
-    exits=(0, 1, 2, 130),
+    exits=(0, 1, 2, 130, 141),
 )
 def bench() -> None:
     """Measure on this machine."""
@@ -34,6 +34,7 @@ def bench() -> None:
         2: "wrong usage, or the machine has too little room",
         12: "",
         130: "",
+        141: "",
     },
 )
 @click.option(
@@ -108,6 +109,7 @@ def _demo_lines(report: Report) -> Iterator[str]:
         1: "an answer was wrong",
         2: "",
         130: "",
+        141: "",
     },
 )
 @click.option(
