@@ -42,6 +42,7 @@ def _setting(name: str, metavar: str, help_text: str) -> Callable[..., Any]:
         13: "",
         14: "",
         15: "",
+        130: "interrupted before it served, or a second time while it stopped",
     },
     answers=False,
 )
