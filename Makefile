@@ -30,10 +30,12 @@ $(STAMP): pyproject.toml
 	@python="$$($(FIND_PYTHON))"; \
 	test -n "$$python" || { echo "make: no Python 3.11 or later with venv and pip found." \
 		"Install one (Debian: python3 python3-venv python3-pip) or set PYTHON." >&2; exit 1; }; \
+	echo "make: installing kvstore and its tools into .venv with $$python; this takes a minute"; \
 	compgen -G '.venv/.ready-*' >/dev/null && ! test -e $(STAMP) && rm -rf .venv; \
 	$(RUN) pip --version >/dev/null 2>&1 || "$$python" -m venv --clear .venv
-	$(RUN) pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@$(RUN) pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $(STAMP)
+	@echo "make: ready: .venv/bin/kvstore --help; make run shows it at work"
 
 lint: venv
 	$(RUN) ruff check .

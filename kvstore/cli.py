@@ -1,94 +1,64 @@
-"""The command ``kvstore``: parse, call one function, render. The only room that ends the process.
+"""The process ``kvstore``: its first moments and its end. The only room that ends the process.
 
-The commands themselves lie in ``commands/``, one module a subject.
+The commands lie in ``commands/``. They are imported inside of :func:`main`, when Ctrl-C and closed
+descriptors have been seen to: that import takes longer than a quick finger. What this file imports
+itself is there as soon as Python is; ``signal`` and ``typing`` would take some 15 ms.
 """
 
 from __future__ import annotations
 
-import errno
+import _signal as signal  # type: ignore[import-not-found]
+import os
 import sys
-from typing import TYPE_CHECKING, NoReturn
 
-import click
-
-from kvstore.commands.blocks import contains, delete, get, list_blocks, put
-from kvstore.commands.daemon import create, inspect, serve, status
-from kvstore.commands.frame import Call, Group, ReaderGone
-from kvstore.commands.measure import bench
-from kvstore.errors import KVStoreError
-
+TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from typing import NoReturn
 
 INTERRUPTED = 130
 
 
-@click.group(
-    cls=Group,
-    example="kvstore serve\nkvstore put 00ff -i block.bin\nkvstore get 00ff -o copy.bin",
-    exits=(0, 1, 2, 3, 4, 5, 10, 11, 12, 13, 14, 15, INTERRUPTED),
-)
-def kvstore() -> None:
-    """Keep the KV-cache blocks of LLM inference on local disk."""
-
-
-for _command in (serve, create, status, put, get, contains, list_blocks, delete, inspect, bench):
-    kvstore.add_command(_command)
-
-
 def main() -> NoReturn:
     """Run the command line of this process and end with its exit code."""
-    sys.exit(run(sys.argv[1:]))
+    # Whoever starts us with the signal ignored, as nohup and a shell's & do, wants it ignored.
+    heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if heeded:
+        signal.signal(signal.SIGINT, _end_at_once)
+    _fill_closed_descriptors()
+    from kvstore.commands.tree import run
 
-
-def run(arguments: Sequence[str]) -> int:
-    """Run a command line and return its exit code; whatever goes wrong is told in one line."""
-    call = Call()
-    # A usage error may come before the flag itself has been parsed.
-    call.output.json = "--json" in arguments
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        code = kvstore.main(list(arguments), prog_name="kvstore", standalone_mode=False, obj=call)
-        sys.stdout.flush()
-    except KVStoreError as error:
-        call.output.trace()
-        call.output.error(type(error).__name__, error.exit_code, error.message, error.hint)
-        return error.exit_code
-    except click.ClickException as error:
-        return _tell_usage(call, error)
-    except (click.Abort, KeyboardInterrupt):
-        call.output.error("Interrupted", INTERRUPTED, "interrupted")
-        return INTERRUPTED
-    except (ReaderGone, BrokenPipeError):
-        call.output.abandon()
-        return 1
-    except OSError as error:
-        return _tell_system(call, error)
-    except Exception as error:
-        call.output.trace()
-        what = f"internal error: {type(error).__name__}: {error}"
-        call.output.error(type(error).__name__, 1, what, "run it again with -vv and report it")
-        return 1
-    return code if isinstance(code, int) else 0
+        if heeded:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        code = run(sys.argv[1:])
+        if heeded:
+            signal.signal(signal.SIGINT, _end_at_once)
+    except KeyboardInterrupt:
+        _end_at_once()
+    sys.exit(code)
 
 
-def _tell_usage(call: Call, error: click.ClickException) -> int:
-    if isinstance(error, click.exceptions.NoArgsIsHelpError):
-        error.show()
-        return error.exit_code
-    message = error.format_message().strip().rstrip(".")
-    context = getattr(error, "ctx", None)
-    path = context.command_path if context else "kvstore"
-    message = message[:1].lower() + message[1:]
-    call.output.error(type(error).__name__, error.exit_code, message, f"see '{path} --help'")
-    return error.exit_code
+def _end_at_once(*_: object) -> NoReturn:
+    """Answer Ctrl-C where nothing needs to be tidied up, and no exception would be caught."""
+    line = "kvstore: interrupted"
+    if "--json" in sys.argv:
+        line = (
+            f'{{"type": "error", "code": {INTERRUPTED}, "error": "Interrupted", '
+            '"message": "interrupted", "hint": ""}'
+        )
+    os.write(2, line.encode() + b"\n")
+    os._exit(INTERRUPTED)
 
 
-def _tell_system(call: Call, error: OSError) -> int:
-    call.output.trace()
-    code = 14 if error.errno in (errno.ENOSPC, errno.EDQUOT) else 1
-    where = f"{error.filename}: " if error.filename else ""
-    message = f"{where}{error.strerror or error}"
-    call.output.error(type(error).__name__, code, message, "check the path and its permissions")
-    return code
+def _fill_closed_descriptors() -> None:
+    """Let no socket or block file become stdin, stdout or stderr because that one was closed.
+
+    ``sys.stdin`` and ``sys.stdout`` stay None then, by which a command that needs one knows.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115

@@ -203,6 +203,19 @@ def check_memory(loaded: Loaded) -> None:
         )
 
 
+def filesystem_bytes(path: Path) -> int:
+    """Return the size of the filesystem that holds ``path``, or will; 0 if it cannot be asked."""
+    for place in (path, *path.parents):
+        try:
+            found = os.statvfs(place)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            break
+        return found.f_blocks * found.f_frsize
+    return 0
+
+
 def memory_limit() -> tuple[int, str]:
     """Return the bytes of memory this process may use, and what limits them."""
     limit, where = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "the memory"

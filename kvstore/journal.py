@@ -64,6 +64,7 @@ UNIT_STEP = 4096
 MAX_SEQUENCE = 1 << 62
 _SUM = struct.Struct("<Q")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_MOVE_AWAY = "start again; if it stays, move that file away, and the blocks will be scanned instead"
 _GROWING = (Kind.BEGIN, Kind.PUT, Kind.TOUCH, Kind.GHOST, Kind.PIN)
 """Records that may be refused on a full disk; the others need the reserve that these leave."""
 
@@ -185,7 +186,7 @@ class Journal:
             header = FileHeader.decode(os.pread(descriptor, HEADER_BYTES, 0))
             found = (header.kind, header.uuid, header.epoch, header.sequence, header.version)
             if found != (FileKind.JOURNAL, uuid, epoch, sequence, VERSION):
-                raise CorruptStore(f"{path} belongs to another store or epoch", "run kvstore fsck")
+                raise CorruptStore(f"{path} belongs to another store or epoch", _MOVE_AWAY)
             return cls(directory, header, descriptor, end)
         except BaseException:
             os.close(descriptor)
@@ -384,7 +385,7 @@ def _refuse_ours(path: Path, header: FileHeader) -> None:
     finally:
         os.close(descriptor)
     if ours:
-        raise StoreExists(f"{path} is already there", "run kvstore fsck")
+        raise StoreExists(f"{path} is already there", _MOVE_AWAY)
 
 
 def _extend(descriptor: int, size: int, wanted: int) -> None:

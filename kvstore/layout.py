@@ -146,7 +146,8 @@ def _not_found(path: Path) -> StoreNotFound:
 def _corrupt(path: Path, what: str) -> CorruptStore:
     return CorruptStore(
         f"{path / STORE_FILE} is damaged: {what}",
-        "restore it from a copy, or salvage the blocks with kvstore recover",
+        "restore it from a copy; without one, move the store away and begin an empty one: "
+        "keep the old one, a later kvstore can salvage its blocks",
     )
 
 
@@ -359,8 +360,8 @@ def warn_created(path: Path, record: StoreRecord) -> None:
     """Log that a store was made, with the place it really is: a forgotten mount shows here."""
     device, mount_point = mount_of(path)
     log.warning(
-        "made a new store at %s: engine %s, capacity %d bytes, on device %s mounted at %s",
-        path, record.engine, record.capacity_bytes, device, mount_point,
+        "made a new store at %s: engine %s, capacity %.4g GiB, on device %s mounted at %s",
+        path, record.engine, record.capacity_bytes / (1 << 30), device, mount_point,
     )  # fmt: skip
 
 

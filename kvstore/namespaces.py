@@ -184,7 +184,8 @@ class Namespaces:
     ) -> Namespace:
         if len(self._numbered) >= _MAX_NUMBERS:
             raise CorruptStore(
-                f"the records of this store name {_MAX_NUMBERS} namespaces", "run kvstore fsck"
+                f"the records of this store name {_MAX_NUMBERS} namespaces",
+                "move it away and begin an empty one; a later kvstore can salvage its blocks",
             )
         namespace = Namespace(identity, len(self._numbered), record, owner=owner)
         self._numbered.append(namespace)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from kvstore import checkpoint, events, eviction, layout, settle, versions
+from kvstore import checkpoint, events, eviction, layout, record, settle, versions
 from kvstore.backends import engine_class
 from kvstore.backends.base import EngineContext
 from kvstore.check import Quarantine
@@ -29,7 +29,7 @@ from kvstore.journal import Journal
 from kvstore.keys import DEFAULT_NAMESPACE, named
 from kvstore.namespaces import Namespaces
 from kvstore.reconcile import Reconcile
-from kvstore.removal import choose_victims, evict
+from kvstore.removal import choose_victims
 from kvstore.slab import Slab
 from kvstore.space import Space, check_capacity, default_floor, quarantine_limit
 from kvstore.store import Store
@@ -152,7 +152,7 @@ class Opening:
         if wanted and wanted != record.engine:
             raise ConfigError(
                 f"the store at {self.path} uses the engine {record.engine}, not {wanted}",
-                f"drop the setting, or run kvstore migrate --to {wanted}",
+                "drop the setting, or choose another place: no command converts a store yet",
             )
         if self.options.capacity is not None:
             check_capacity(self.options.capacity)
@@ -215,6 +215,7 @@ class Opening:
         self._fit(core)
         if core.checkpoint_due:
             store.checkpoint()
+        store.make_room()
         self.phase = "ready"
         return store
 
@@ -351,20 +352,14 @@ class Opening:
             core.finish(job)
 
     def _fit(self, core: Core) -> None:
-        """Evict what a smaller capacity, or a full disk, leaves no room for."""
-        if core.read_only:
+        """Announce what a smaller capacity leaves no room for; it leaves in the background."""
+        usage = core.usage()
+        if core.read_only or usage.live <= core.space.high(usage.overhead):
             return
-        wanted = core.space.to_evict(core.usage(), 0)
-        if wanted <= 0:
-            return
-        self.phase = "evicting to capacity"
-        removal = evict(core, choose_victims(core, wanted))
-        log.warning("will evict %d blocks, %d bytes", removal.count, removal.bytes)
-        core.begin(removal)
-        removal.perform()
-        core.finish(removal)
-        if removal.failure is not None:
-            raise removal.failure
+        victims = choose_victims(core, core.space.above_low(usage))
+        size = int(record.image_bytes_of(core.index.sizes[victims]).sum())
+        log.warning("will evict %d blocks, %d bytes, to fit the capacity", len(victims), size)
+        core.trim_due = True
 
 
 class _Boot:

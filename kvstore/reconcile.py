@@ -209,7 +209,8 @@ class Reconcile:
         self._core.scan = None
         if self._strange > 0:
             self._core.problems.append(
-                f"{self._strange} files of the engine are not valid records; run kvstore fsck"
+                f"files in the engine's directory that are no valid records: {self._strange}; "
+                "the daemon's log names them, move them out of the store"
             )
         log.info("scan finished: %d records", self.scanned)
         self._done()

@@ -14,10 +14,13 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TextIO
+
+from kvstore.errors import UsageError
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _STYLES = {"red": "31", "green": "32", "yellow": "33", "bold": "1"}
@@ -48,9 +51,9 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def count(number: int, noun: str) -> str:
+def count(number: int, noun: str, plural: str = "") -> str:
     """Return ``1 block``, ``12,000 blocks``."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def table(head: Sequence[str], rows: Iterable[Row]) -> list[str]:
@@ -113,11 +116,15 @@ class Output:
     color: str = "auto"
 
     def result(self, document: Mapping[str, object], lines: Iterable[str]) -> None:
-        """Write a result: the document with ``--json``, else the lines."""
+        """Write a result: the document with ``--json``, else the lines, but not with ``-q``."""
         if self.json:
-            sys.stdout.write(json.dumps(document, default=plain, ensure_ascii=False) + "\n")
-        else:
-            sys.stdout.writelines(line + "\n" for line in lines)
+            _write(json.dumps(document, default=plain, ensure_ascii=False) + "\n")
+        elif not self.quiet:
+            _write("".join(line + "\n" for line in lines))
+
+    def text(self, text: str) -> None:
+        """Write what was asked for as text, in whatever mode: help, version."""
+        _write(text + "\n")
 
     def stream(self, name: str, items: Iterable[tuple[Mapping[str, object], str]]) -> int:
         """Write items as they come and return how many: lines, or ``{"name": [...], "count": n}``.
@@ -126,16 +133,16 @@ class Output:
         """
         number = 0
         if self.json:
-            sys.stdout.write(f'{{"{name}": [')
+            _write(f'{{"{name}": [')
         for document, line in items:
             if self.json:
                 text = json.dumps(document, default=plain, ensure_ascii=False)
-                sys.stdout.write((",\n" if number else "\n") + text)
+                _write((",\n" if number else "\n") + text)
             else:
-                sys.stdout.write(line + "\n")
+                _write(line + "\n")
             number += 1
         if self.json:
-            sys.stdout.write(f'\n], "count": {number}}}\n')
+            _write(f'\n], "count": {number}}}\n')
         return number
 
     def note(self, text: str) -> None:
@@ -157,8 +164,21 @@ class Output:
         if self.verbose >= 2:
             sys.stderr.write(traceback.format_exc())
 
+    def check_stdout(self) -> None:
+        """Refuse to begin what could not tell its result. Raises UsageError."""
+        if self.json or not self.quiet:
+            _stdout()
+
+    def flush(self) -> None:
+        """Send what was written on its way. Raises OSError that names stdout."""
+        if sys.stdout is not None:
+            with naming("stdout"):
+                sys.stdout.flush()
+
     def abandon(self) -> None:
-        """Let what is still unwritten go nowhere: the reader of a broken pipe has left."""
+        """Let what is still unwritten go nowhere: nobody reads it, or it cannot be written."""
+        if sys.stdout is None:
+            return
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
@@ -184,19 +204,48 @@ def _sentence(text: str, first_upper: bool) -> str:
     return text if text.endswith((".", "?", "!")) else text + "."
 
 
+def _stdout() -> TextIO:
+    if sys.stdout is None:
+        raise UsageError("stdout is closed", "redirect it to a file, or to /dev/null")
+    return sys.stdout
+
+
+def _write(text: str) -> None:
+    stdout = _stdout()
+    with naming("stdout"):
+        stdout.write(text)
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Let errors of the system name the file as the user knows it."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), name) from error
+
+
 def write_bytes(data: bytes | memoryview, target: str) -> None:
     """Write a block to a file or, for ``-``, to stdout. A regular file is replaced whole.
 
     Raises OSError. Devices and pipes are written in place, and nothing is left behind on failure.
     """
     if target == "-":
-        sys.stdout.flush()
-        rest = memoryview(data)
-        while rest:  # unbuffered (PYTHONUNBUFFERED), a write may take a part only
-            rest = rest[sys.stdout.buffer.write(rest) :]
-        sys.stdout.buffer.flush()
+        stdout = _stdout()
+        with naming("stdout"):
+            stdout.flush()
+            rest = memoryview(data)
+            while rest:  # unbuffered (PYTHONUNBUFFERED), a write may take a part only
+                rest = rest[stdout.buffer.write(rest) :]
+            stdout.buffer.flush()
         return
-    path = Path(target)
+    with naming(target):
+        _write_file(data, Path(target))
+
+
+def _write_file(data: bytes | memoryview, path: Path) -> None:
     if path.exists() and not path.is_file():
         path.write_bytes(data)
         return
@@ -212,7 +261,7 @@ def write_bytes(data: bytes | memoryview, target: str) -> None:
 
 
 def stdout_is_terminal() -> bool:
-    return sys.stdout.isatty()
+    return sys.stdout is not None and sys.stdout.isatty()
 
 
 class JsonLines(logging.Formatter):

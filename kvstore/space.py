@@ -112,10 +112,13 @@ class Space:
     def to_evict(self, usage: Usage, need: int) -> int:
         """Return the bytes that must leave before ``need`` bytes may be written.
 
-        At the floor new blocks go into recycled space only: as much leaves as comes in.
+        Never more than ``need``: where the store holds more than it may, because its capacity was
+        made smaller, a put does not make it grow, and the rest leaves in the background. At the
+        floor new blocks go into recycled space only: as much leaves as comes in.
         """
         wanted = usage.live + usage.coming + need - self.high(usage.overhead)
         wanted = max(wanted, usage.physical + need - self.capacity - usage.going)
+        wanted = min(wanted, need)
         if need and usage.free - need < self.floor:
             self._reach(usage)
         if self.at_floor:
@@ -128,10 +131,10 @@ class Space:
 
     def allows(self, usage: Usage, need: int, evicted: int) -> bool:
         """Tell whether ``need`` bytes may be written once ``evicted`` bytes have left."""
+        if evicted >= need:
+            return True
         after = usage.live + usage.coming + need - evicted
-        if after > self.high(usage.overhead):
-            return False
-        return not self.at_floor or evicted >= need
+        return after <= self.high(usage.overhead) and not self.at_floor
 
     def floor_surplus(self, usage: Usage) -> int:
         """Return the bytes to give back because the filesystem is below its floor."""

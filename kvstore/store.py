@@ -106,6 +106,10 @@ class Store:
         """Queue the writing of a checkpoint, due or not."""
         self._upkeep.checkpoint_now()
 
+    def make_room(self) -> None:
+        """Queue what eviction is due, in batches, until the low watermark is reached."""
+        self._upkeep.make_room()
+
     # -- blocks -----------------------------------------------------------------------------------
 
     def put(self, request: PutRequest, sources: Sequence[memoryview]) -> Put:

@@ -274,7 +274,7 @@ class Upkeep:
         if self._checkpoint_due() and now >= self._checkpoint_at:
             self._checkpoint_at = now + CHECKPOINT_RETRY_SECONDS
             self.checkpoint_now()
-        self._make_room()
+        self.make_room()
 
     # -- figures ----------------------------------------------------------------------------------
 
@@ -330,7 +330,7 @@ class Upkeep:
 
     # -- room -------------------------------------------------------------------------------------
 
-    def _make_room(self) -> None:
+    def make_room(self) -> None:
         """Evict a batch, and the next when it is done, down to the low watermark or for the floor.
 
         Puts evict only what they need themselves, so that none of them waits for more.
@@ -359,4 +359,4 @@ class Upkeep:
     def _evicted(self) -> None:
         failed, self._evicting = bool(self._core.stuck), None
         if not failed:
-            self._make_room()
+            self.make_room()

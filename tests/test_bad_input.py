@@ -130,6 +130,12 @@ def full_mount(scene: Scene) -> None:
     scene.values["new"] = point / "new"
 
 
+def full_output(scene: Scene) -> None:
+    point = scene.stack.enter_context(mounted(scene.folder, "tmpfs", "size=16m"))
+    fill(point)
+    scene.values["new"] = point
+
+
 def fill(point: Path) -> Path:
     """Fill a filesystem to its last byte; return the file that does it."""
     path = point / "filling"
@@ -237,13 +243,14 @@ SERVE = "--socket {unused} serve --memory 64MiB --store"
 CONFIGURED = f"{SERVE} {{new}} --config {{config}}"
 CLIENT = "--socket {socket}"
 PUT = f"{CLIENT} put -i -"
+GET_DD = f"{CLIENT} get dddddddd -o {{folder}}/output"
 GET = f"{CLIENT} get {{key}} -o {{folder}}/output"
 JOURNAL = "store/blocks/journal.*"
 FILE = "store/blocks/*/*/*-{key}.*.kvb"
 COPY = "store/quarantine/*-{key}.*.kvb"
 MANIFEST = "store/quarantine/manifest.jsonl"
 BOUNDS = "1 to 64 bytes"
-PUT_IT = "put it first"
+PUT_IT = "was evicted, or is under another namespace"
 
 ROWS = [
     # Settings.
@@ -315,6 +322,27 @@ ROWS = [
         2, "InvalidKey", ("cdcdcdcd", "65 bytes"), BOUNDS),
     Row("a key that is no hex", nothing, f"{PUT} 00zz",
         2, "InvalidKey", ("'00zz'",), "two hex digits a byte"),
+    Row("half a digit too few", nothing, f"{PUT} 001",
+        2, "InvalidKey", ("'001'", "odd number of digits"), "two hex digits a byte"),
+    Row("a parent of one digit", nothing, f"{PUT} dddddddd --parent 0",
+        2, "InvalidKey", ("'0'", "odd number of digits"), "two hex digits a byte"),
+    Row("a key with 0x", nothing, f"{CLIENT} contains 0x00ff",
+        2, "InvalidKey", ("'0x00ff'",), "leave out 0x"),
+    Row("a key with blanks", nothing, f"{CLIENT} delete 'dd dd dd dd'",
+        2, "InvalidKey", ("'dd dd dd dd'", "blanks"), "two hex digits a byte"),
+    Row("a namespace by its id", nothing, f"{GET_DD} --namespace {'ab' * 16}",
+        2, "UsageError", ("ab" * 16, "by its id"), "@FILE.json"),
+    Row("a new namespace named like an id", nothing,
+        f"{PUT} dddddddd --create-namespace --namespace {'AB' * 16}",
+        2, "UsageError", ("AB" * 16, "by its id"), "@FILE.json"),
+    Row("an input in no directory", nothing, f"{CLIENT} put dddddddd -i /nodir/block",
+        2, "UsageError", ("/nodir/block", "No such file"), "- for stdin"),
+    Row("an output in no directory", nothing, f"{CLIENT} get {{present}} -o /nodir/block",
+        1, "FileNotFoundError", ("/nodir/block: No such file",), "check the path"),
+    Row("an output on a full disk", full_output, f"{CLIENT} get {{present}} -o {{new}}/block",
+        14, "OSError", ("{new}/block: No space left",), "free some space"),
+    Row("an output on a full device", nothing, f"{CLIENT} get {{present}} -o /dev/full",
+        14, "OSError", ("/dev/full: No space left",), "free some space"),
     Row("a key of 0 bytes on the wire", nothing, frame(b"", b"data"),
         2, "InvalidKey", ("key of 0 bytes",), BOUNDS),
     Row("a key of 65 bytes on the wire", nothing, frame(b"\xcd" * 65, b"data"),
@@ -337,7 +365,7 @@ ROWS = [
         2, "InvalidKey", ("ddddddd5", "17825792 bytes"), "raise capacity"),
     Row("another length under the same key", nothing, f"{PUT} {{present}}",
         1, "KeyConflict", ("{present}", "another length"), "delete it first"),
-    Row("an unknown namespace", nothing, f"{CLIENT} get dddddddd -o - --namespace llama",
+    Row("an unknown namespace", nothing, f"{GET_DD} --namespace llama",
         4, "UnknownNamespace", ("'llama'",), "check its record"),
     Row("an unknown namespace to put into", nothing, f"{PUT} dddddddd --namespace llama",
         4, "UnknownNamespace", ("'llama'",), "--create-namespace"),

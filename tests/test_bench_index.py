@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvstore.bench import index as bench
-from kvstore.bench.rivals import LmdbMap, OrderedLru, OurIndex, PlainDict
+from kvstore.bench.rivals import ALL, LmdbMap, OrderedLru, OurIndex, PlainDict
 from kvstore.columns import U32, Bools
 from kvstore.errors import UsageError
 from kvstore.index import Index
@@ -34,12 +34,17 @@ def test_every_structure_is_measured() -> None:
 
 
 def test_the_table_has_a_row_for_each_figure(capsys: pytest.CaptureFixture[str]) -> None:
-    result = bench.run(20_000, 1, 4)
+    told: list[str] = []
+    result = bench.run(20_000, 1, 4, told.append)
+    assert told[0] == f"trial 1 of 1: {ALL[0].name}"
+    assert len(told) == len(ALL) + 1
     rows = bench.table(result)
     assert len(rows) == len(result["rows"]) + len(result["load"])  # type: ignore[arg-type]
     assert {len(row) for row in rows} == {len(bench.HEAD)}
     text = bench.lines(result)
-    assert len(text) == len(rows) + 2
+    notes = [line for line in text if line.startswith("[")]
+    assert [line[:3] for line in notes] == ["[1]", "[2]", "[3]", "[4]"]
+    assert len(text) == len(rows) + 2 + len(notes)
     assert not capsys.readouterr().out
 
 

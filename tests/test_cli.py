@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import pty
+import re
 import shlex
 import signal
 import subprocess
@@ -17,12 +19,15 @@ import click
 import pytest
 
 import kvstore
-from kvstore import cli, errors
+from kvstore import config, errors, layout, render
+from kvstore.commands import daemon as daemon_commands
+from kvstore.commands import tree as commands
 from kvstore.commands.frame import EXIT_STATUS, Call, Help
-from tests.command import COMMAND, Daemon, run_command
+from tests.command import COMMAND, Daemon, Ran, run_command
 
 HELP_SECONDS = 0.15
 KEY = "00ff"
+SILENT = Ran(0, b"", "")
 
 
 def all_commands() -> Iterator[tuple[list[str], Help]]:
@@ -35,7 +40,7 @@ def all_commands() -> Iterator[tuple[list[str], Help]]:
             for name, below in command.commands.items():
                 yield from walk([*words, name], below)
 
-    yield from walk([], cli.kvstore)
+    yield from walk([], commands.kvstore)
 
 
 COMMANDS = list(all_commands())
@@ -68,7 +73,7 @@ def test_examples_in_help_are_accepted(words: list[str], command: Help) -> None:
 
 def called(tokens: list[str]) -> tuple[click.Command, list[str]]:
     """Return the command that a line calls, and what follows it."""
-    command: click.Command = cli.kvstore
+    command: click.Command = commands.kvstore
     for number, token in enumerate(tokens):
         if isinstance(command, click.Group) and token in command.commands:
             command, rest = command.commands[token], tokens[number + 1 :]
@@ -99,10 +104,37 @@ def processor_seconds(command: list[str]) -> float:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    code = "import sys, kvstore.cli; print(*sys.modules)"
+    code = "import sys, kvstore.commands.tree; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
     loaded = set(done.stdout.split())
     assert not loaded & {"numpy", "asyncio", "msgspec", "tqdm", "lmdb", "kvstore.server", "tomllib"}
+
+
+@pytest.mark.parametrize(("words", "command"), COMMANDS, ids=NAMES)
+def test_h_is_help(words: list[str], command: Help) -> None:
+    assert run_command(*words, "-h").stdout == run_command(*words, "--help").stdout
+
+
+def test_hints_name_commands_that_exist() -> None:
+    """A hint that names a command of a later version sends people nowhere."""
+    known = {words[0] for words, _ in COMMANDS if words}
+    planned = {"fsck", "recover", "migrate", "scrub", "warm", "pin", "doctor"} - known
+    advice = re.compile(rf"(?:run|see|with) kvstore ([a-z]+)|kvstore ({'|'.join(planned)})")
+    for path in Path(kvstore.__file__).parent.rglob("*.py"):
+        for text in hints(path):
+            named = {one or other for one, other in advice.findall(text)}
+            assert named <= known, (path.name, text)
+
+
+def hints(path: Path) -> Iterator[str]:
+    """Yield the strings of a source file, those that explain the source apart."""
+    tree = ast.parse(path.read_text())
+    explaining = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(p.value) for p in node.values if isinstance(p, ast.Constant))
+        elif isinstance(node, ast.Constant) and id(node) not in explaining:
+            yield str(node.value)
 
 
 def test_version_before_and_after_the_command() -> None:
@@ -131,8 +163,8 @@ def test_version_before_and_after_the_command() -> None:
         (["put", KEY, "-i", "-", "--shard", "x"], "--shard"),
         (["put", KEY, "-i", "-", "--parent", "0"], "'0'"),
         (["put", KEY, "-i", "-", "--label", "ä" * 128], "label"),
-        (["get", KEY, "-o", "-", "--namespace", ""], "namespace"),
-        (["get", KEY, "-o", "-", "--namespace", "@/nowhere.json"], "/nowhere.json"),
+        (["get", KEY, "-o", "/dev/null", "--namespace", ""], "namespace"),
+        (["get", KEY, "-o", "/dev/null", "--namespace", "@/nowhere.json"], "/nowhere.json"),
         (["contains"], "KEY"),
         (["contains", "00", "0011"], "one batch"),
         (["delete", "0g"], "'0g'"),
@@ -143,6 +175,8 @@ def test_version_before_and_after_the_command() -> None:
         (["bench", "demo", "--block-size", "65MiB"], "68157440"),
         (["bench", "demo", "--dir", "/nowhere/demo"], "/nowhere"),
         (["status", "--color", "sometimes"], "sometimes"),
+        (["list", "--quite"], "--quiet"),
+        (["list", "--quiet", "--limits", "3"], "--limit"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
 )
@@ -266,6 +300,97 @@ def test_interrupt_is_130_with_one_line(tmp_path: Path) -> None:
         lines = process.stderr.read().decode().strip().splitlines()
     assert code == 130
     assert lines == ["kvstore: interrupted"]
+
+
+def test_interrupt_before_the_command_has_been_read_is_130_with_one_line(tmp_path: Path) -> None:
+    """The first thing that is imported sends it, and never comes back."""
+    (tmp_path / "click.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(30)\n"
+    )
+    environment = {"PYTHONPATH": str(tmp_path)}
+    ran = run_command("status", env=environment)
+    assert (ran.code, ran.stdout, ran.stderr) == (130, b"", "kvstore: interrupted\n")
+    ran = run_command("status", "--json", env=environment)
+    assert (ran.code, json.loads(ran.stderr)["code"]) == (130, 130)
+
+
+def test_an_ignored_interrupt_stays_ignored() -> None:
+    """As in a script's background, where Ctrl-C is meant for somebody else."""
+    with subprocess.Popen(
+        [COMMAND, "put", KEY, "-i", "-"],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    ) as process:
+        for _ in range(20):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.01)
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(30) == 2
+
+
+CLOSED = [
+    ("--help >&-", "stdout is closed"),
+    ("put -h >&-", "stdout is closed"),
+    ("--version >&-", "stdout is closed"),
+    ("status >&-", "stdout is closed"),
+    ("list >&-", "stdout is closed"),
+    ("contains 00 >&-", "stdout is closed"),
+    ("put 00 -i /etc/hostname >&-", "stdout is closed"),
+    ("delete 00 >&-", "stdout is closed"),
+    ("inspect {folder} >&-", "stdout is closed"),
+    ("create {folder}/new >&-", "stdout is closed"),
+    ("put 00 -i - <&-", "stdin is closed"),
+]
+
+
+@pytest.mark.parametrize(("line", "says"), CLOSED, ids=[line for line, _ in CLOSED])
+def test_a_closed_descriptor_is_2_before_anything_is_done(
+    tmp_path: Path, line: str, says: str
+) -> None:
+    done = shell(f"kvstore {line.format(folder=tmp_path)}")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"kvstore: {says}. ")
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_error_can_be_told_without_stderr(tmp_path: Path) -> None:
+    assert shell(f"kvstore --socket {tmp_path}/s status 2>&-").returncode == 12
+    assert shell("kvstore status -vv >&- 2>&-").returncode == 2
+
+
+@pytest.mark.parametrize("command", ["create {folder}/new --capacity 64MiB", "--help", "--version"])
+def test_a_full_stdout_is_14_and_named(tmp_path: Path, command: str) -> None:
+    done = shell(f"kvstore {command.format(folder=tmp_path)} >/dev/full")
+    assert done.returncode == 14
+    assert done.stderr == (
+        "kvstore: stdout: No space left on device. "
+        "Free some space there, or choose another place.\n"
+    )
+
+
+def shell(line: str) -> subprocess.CompletedProcess[str]:
+    """Run a line of shell in which ``kvstore`` is the real command."""
+    search = f"{COMMAND.parent}:{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", "-c", line],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PATH": search},
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_far_option_is_not_suggested() -> None:
+    ran = run_command("status", "--foo")
+    assert ran.code == 2
+    assert "Did you mean" not in ran.stderr
+    assert "Did you mean '--json'?" in run_command("status", "--jsn").stderr
+    assert "'status'" in run_command("statis").stderr
+    assert "Did you mean" not in run_command("fsck").stderr
 
 
 def test_block_is_not_written_to_a_terminal_unasked(tmp_path: Path) -> None:
@@ -422,8 +547,27 @@ def test_status_has_what_is_promised(daemon: Daemon) -> None:
     ran = daemon.run("status")
     assert ran.code == 0
     assert 10 <= len(ran.text.splitlines()) <= 20
+    assert "1 hit, 1 miss (50.0 % hits)" in ran.text
+    assert "0 B stay free (min_free)" in ran.text
+    # Of no interest while there is no memory tier, and while the index is nearly empty.
+    assert not re.search("^(memory|dirty|index) ", ran.text, re.MULTILINE)
     assert "\033[" not in ran.text
     assert "\033[32mready" in daemon.run("status", "--color", "always").text
+
+
+def test_status_leaves_out_what_says_nothing() -> None:
+    opening = {"store": "/s", "engine": "memory", "phase": "reading the journal", "scanned": 1}
+    assert daemon_commands._rows(opening)[-1] == ("phase", "reading the journal, 1 record scanned")
+    names = [name for name, _ in daemon_commands._rows({**opening, "version": "1"})]
+    assert names == ["store", "engine", "version", "phase"]
+    found = {"capacity_bytes": 1 << 30, "blocks": 9999, "free_bytes": 1 << 20, "hits": 2}
+    few = dict(daemon_commands._rows(found))
+    assert not {"memory", "dirty", "index"} & set(few)
+    assert few["reads"] == "2 hits, 0 misses (100.0 % hits)"
+    busy = {"blocks": 10_000, "index_bytes_per_block": 99.5, "dirty_blocks": 1, "dirty_bytes": 1024}
+    many = dict(daemon_commands._rows({**found, **busy, "min_free_bytes": 10 << 30}))
+    assert (many["index"], many["dirty"]) == ("99.5 B per block", "1 block, 1 KiB")
+    assert many["disk free"] == "1 MiB, at least 10 GiB stay free (min_free)"
 
 
 def test_broken_pipe_is_quiet(daemon: Daemon) -> None:
@@ -435,14 +579,53 @@ def test_broken_pipe_is_quiet(daemon: Daemon) -> None:
         process.stdout.read(10)
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait(30) == 1
+        assert process.wait(30) == 141
 
 
-def test_full_device_is_14(daemon: Daemon) -> None:
+def test_a_reader_that_leaves_is_141_as_for_other_programs(daemon: Daemon) -> None:
+    for number in range(3):
+        daemon.run("put", f"0{number}", "-i", "-", stdin=b"x")
+    done = shell(f"kvstore --socket {daemon.socket} list | :; echo ${{PIPESTATUS[0]}}")
+    assert (done.stdout, done.stderr) == ("141\n", "")
+    assert shell(f"kvstore --socket {daemon.socket} list | cat").stdout.count("\n") == 3
+
+
+def test_json_has_no_block_on_stdout(daemon: Daemon) -> None:
     daemon.run("put", KEY, "-i", "-", stdin=b"x")
-    ran = daemon.run("get", KEY, "-o", "/dev/full")
-    assert ran.code == 14
-    assert "No space left" in ran.stderr
+    for arguments in ([], ["-o", "-"]):
+        ran = daemon.run("--json", "get", KEY, *arguments)
+        assert (ran.code, ran.stdout) == (2, b"")
+        assert "-o FILE" in json.loads(ran.stderr)["hint"]
+
+
+def test_quiet_leaves_the_exit_code(daemon: Daemon, tmp_path: Path) -> None:
+    put = ["put", KEY, "-i", "-"]
+    assert daemon.run("-q", *put, stdin=b"x") == daemon.run(*put, "-q", stdin=b"x") == SILENT
+    assert daemon.run("status", "-q") == SILENT
+    assert daemon.run("contains", KEY, "-q") == SILENT
+    assert daemon.run("contains", "dead", "-q").code == 4
+    assert daemon.run("get", KEY, "-q").stdout == b"x"
+    assert daemon.run("delete", KEY, "-q") == SILENT
+    assert run_command("create", tmp_path / "new", "--capacity", "64MiB", "-q") == SILENT
+    assert run_command("inspect", tmp_path / "new", "-q") == SILENT
+    assert daemon.run("status", "-q", "--json").json()["state"] == "ready"
+    ran = daemon.run("list", "-q")
+    assert ran.code == 2
+    assert "leave out -q" in ran.stderr.lower()
+    assert (
+        shell(f"kvstore --socket {daemon.socket} put {KEY} -i /etc/passwd -q >&-").returncode == 0
+    )
+
+
+def test_a_namespace_of_list_can_be_given_again_if_it_is_the_default(daemon: Daemon) -> None:
+    daemon.run("put", KEY, "-i", "-", stdin=b"x")
+    identity, _, _ = daemon.run("list").text.split()
+    assert daemon.run("get", KEY, "--namespace", identity).stdout == b"x"
+
+
+def test_durable_wins_over_wait(daemon: Daemon) -> None:
+    ran = daemon.run("put", KEY, "-i", "-", "--wait", "--durable", "--json", stdin=b"x")
+    assert ran.json()["ack"] == "durable"
 
 
 def test_sigterm_drains_and_is_0(daemon: Daemon) -> None:
@@ -458,6 +641,26 @@ def test_blocks_survive_a_kill(daemon: Daemon) -> None:
     assert daemon.stop(signal.SIGKILL) == -signal.SIGKILL
     daemon.start()
     assert daemon.run("get", KEY).stdout == b"kept"
+
+
+def test_serve_logs_what_holds_and_why(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path, ("--memory", "64MiB"))
+    total = render.size(config.filesystem_bytes(tmp_path))
+    assert run_command("create", daemon.store, "--capacity", "96MiB").code == 0
+    try:
+        daemon.start("--log-level", "info")
+        assert f"engine = filesystem ({daemon.store}/STORE.json)" in daemon.log
+        assert f"capacity = 96 MiB ({daemon.store}/STORE.json)" in daemon.log
+        floor = render.size(int(str(daemon.status()["min_free_bytes"])))
+        assert f"min_free = {floor} (default for this filesystem)" in daemon.log
+        assert daemon.stop() == 0
+        (tmp_path / "daemon.log").unlink()
+        daemon.start("-q", "--capacity", "1024TiB")
+        (line,) = daemon.log.splitlines()
+        assert "warning: capacity (--capacity) is 1 PiB, but the filesystem of" in line
+        assert f"has {total}: min_free will be the limit" in line
+    finally:
+        assert daemon.stop() == 0
 
 
 def test_second_daemon_on_a_store_is_11(daemon: Daemon, tmp_path: Path) -> None:
@@ -492,6 +695,27 @@ def test_create_makes_a_store_that_serve_opens(tmp_path: Path) -> None:
         assert daemon.status()["capacity_bytes"] == 128 << 20
     finally:
         assert daemon.stop() == 0
+
+
+def test_create_says_where_and_by_whose_word(tmp_path: Path) -> None:
+    mount = layout.mount_of(tmp_path)
+    on = f"on {mount[0]} mounted at {mount[1]}\n"
+    line = "engine filesystem, capacity 64 MiB, "
+    ran = run_command("create", tmp_path / "a", "--capacity", "64MiB")
+    assert (ran.text, ran.stderr) == (f"made a store at {tmp_path}/a: {line}{on}", "")
+    environment = {"KVSTORE_STORE": str(tmp_path / "b")}
+    ran = run_command("create", "--capacity", "64MiB", env=environment)
+    assert ran.text == f"made a store at {tmp_path}/b (KVSTORE_STORE): {line}{on}"
+    environment = {"STATE_DIRECTORY": str(tmp_path / "deep" / "c")}
+    ran = run_command("create", "--capacity", "64MiB", env=environment)
+    assert ran.text == f"made a store at {tmp_path}/deep/c ($STATE_DIRECTORY): {line}{on}"
+
+
+def test_create_warns_of_more_than_there_can_be(tmp_path: Path) -> None:
+    ran = run_command("create", tmp_path / "a", "--capacity", "1024TiB")
+    assert ran.code == 0
+    assert ran.stderr.startswith("warning: capacity (--capacity) is 1 PiB")
+    assert ran.stderr.count("\n") == 1
 
 
 def test_create_never_is_10_and_names_the_path(tmp_path: Path) -> None:

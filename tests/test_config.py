@@ -238,6 +238,13 @@ def test_memory_limit_is_at_most_what_the_machine_has() -> None:
     assert where
 
 
+def test_filesystem_is_found_for_a_place_that_is_not_there_yet(tmp_path: Path) -> None:
+    found = os.statvfs(tmp_path)
+    assert config.filesystem_bytes(tmp_path / "a" / "b") == found.f_blocks * found.f_frsize > 0
+    (tmp_path / "file").touch()
+    assert config.filesystem_bytes(tmp_path / "file" / "below") >= 0
+
+
 def test_every_setting_is_described_with_its_origin() -> None:
     described = config.describe(config.load({"capacity": "1GiB"}, {}))
     assert ("capacity", 1 << 30, (Source.FLAG, "--capacity")) in described

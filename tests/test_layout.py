@@ -198,7 +198,7 @@ def assert_damaged(store: Path, word: str) -> None:
         layout.read(store)
     assert caught.value.exit_code == 5
     assert str(store / "STORE.json") in caught.value.message
-    assert "recover" in caught.value.hint
+    assert "restore it from a copy" in caught.value.hint
     assert snapshot(store) == before
 
 

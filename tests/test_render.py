@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kvstore import render
+from kvstore.errors import UsageError
 from kvstore.render import Output
 
 
@@ -53,6 +54,7 @@ def test_duration(seconds: float, text: str) -> None:
 def test_count() -> None:
     assert render.count(1, "block") == "1 block"
     assert render.count(12000, "block") == "12,000 blocks"
+    assert [render.count(n, "miss", "misses") for n in (1, 2)] == ["1 miss", "2 misses"]
 
 
 def test_table_aligns_numbers_right_and_words_left() -> None:
@@ -116,6 +118,28 @@ def test_error_line_and_json_error_line(capsys: pytest.CaptureFixture[str]) -> N
     assert captured.out == ""
 
 
+def test_quiet_keeps_json_and_text_that_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    Output(quiet=True).result({"a": 1}, ["line"])
+    assert capsys.readouterr().out == ""
+    Output(quiet=True, json=True).result({"a": 1}, ["line"])
+    Output(quiet=True).text("help")
+    assert capsys.readouterr().out == '{"a": 1}\nhelp\n'
+
+
+def test_closed_stdout_is_told_to_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    Output(quiet=True).check_stdout()
+    Output(quiet=True).result({}, ["line"])
+    for act in (Output().check_stdout, Output(quiet=True, json=True).check_stdout):
+        with pytest.raises(UsageError, match="stdout is closed"):
+            act()
+    with pytest.raises(UsageError, match="stdout is closed"):
+        render.write_bytes(b"x", "-")
+    assert not render.stdout_is_terminal()
+    Output().flush()
+    Output().abandon()
+
+
 def test_notes_are_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     Output(json=True).note("a")
     Output(quiet=True).note("b")
@@ -173,8 +197,10 @@ def test_written_file_is_whole_and_keeps_its_mode(tmp_path: Path) -> None:
 
 
 def test_failed_write_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        render.write_bytes(b"x", str(tmp_path / "absent" / "block"))
+    absent = str(tmp_path / "absent" / "block")
+    with pytest.raises(FileNotFoundError) as caught:
+        render.write_bytes(b"x", absent)
+    assert caught.value.filename == absent
     with pytest.raises(IsADirectoryError):
         render.write_bytes(b"x", str(tmp_path))
     assert list(tmp_path.iterdir()) == []

@@ -65,13 +65,21 @@ def test_room_is_made_down_to_the_low_watermark() -> None:
     assert space().above_low(usage(91 * MIB)) == 0
 
 
+def test_a_store_above_its_capacity_does_not_grow() -> None:
+    above = usage(200 * MIB)
+    assert space().to_evict(above, MIB) == MIB
+    assert space().allows(above, MIB, evicted=MIB)
+    assert not space().allows(above, MIB, evicted=0)
+    assert space().above_low(above) == pytest.approx(108 * MIB, abs=8)
+
+
 def test_bytes_under_way_count_as_live() -> None:
     assert space().to_evict(usage(80 * MIB, coming=15 * MIB), MIB) > 0
 
 
 def test_the_space_factor_of_the_engine_lowers_the_watermarks() -> None:
-    assert space(factor=2.0).to_evict(usage(47 * MIB), 0) == 0
-    assert space(factor=2.0).to_evict(usage(48 * MIB), 0) > 0
+    assert space(factor=2.0).to_evict(usage(46 * MIB), MIB) == 0
+    assert space(factor=2.0).to_evict(usage(47 * MIB), MIB) > 0
 
 
 def test_overhead_beyond_the_margin_lowers_the_watermarks() -> None:

@@ -97,8 +97,10 @@ def run(plan: Plan, tell: Tell) -> Report:
     with demo_directory(plan):
         report = Report(plan)
         tell(f"making {plan.blocks} random blocks")
+        begun = time.monotonic()
         keys, pool = make_blocks(plan)
         report.seconds["copy"] = time_copy(pool)
+        report.seconds["make"] = time.monotonic() - begun - report.seconds["copy"]
         with Daemon(plan) as daemon:
             tell("starting the daemon")
             report.seconds["start"] = daemon.start()
@@ -108,7 +110,9 @@ def run(plan: Plan, tell: Tell) -> Report:
             report.seconds["restart"] = daemon.start()
             look_again(daemon, keys, pool, report, tell)
             tell("stopping the daemon (SIGTERM)")
+            begun = time.monotonic()
             report.exit_code = daemon.stop()
+            report.seconds["stop"] = time.monotonic() - begun
         if report.exit_code != 0:
             raise KVStoreError(
                 f"the daemon ended with {report.exit_code} after SIGTERM", daemon.advice
@@ -129,7 +133,7 @@ def exercise(daemon: Daemon, keys: list[bytes], pool: Pool, report: Report, tell
                 raise_for(key, int(status))
         report.seconds["put"] = time.monotonic() - begun
         tell("getting them back")
-        report.seconds["get"] = get_all(client, report.plan, keys, pool)
+        report.seconds["get"] = get_all(client, report, keys, pool)
 
 
 def look_again(daemon: Daemon, keys: list[bytes], pool: Pool, report: Report, tell: Tell) -> None:
@@ -142,13 +146,13 @@ def look_again(daemon: Daemon, keys: list[bytes], pool: Pool, report: Report, te
                 f"only {report.hits_after_kill} of {len(keys)} blocks are hits after the kill"
             )
         tell("all are hits; getting them again")
-        report.seconds["get_after_kill"] = get_all(client, report.plan, keys, pool)
+        report.seconds["get_after_kill"] = get_all(client, report, keys, pool)
 
 
-def get_all(client: Client, plan: Plan, keys: list[bytes], pool: Pool) -> float:
+def get_all(client: Client, report: Report, keys: list[bytes], pool: Pool) -> float:
     """Get every block, compare it, and return the seconds without the comparisons."""
-    seconds = 0.0
-    for part in plan.batches:
+    seconds, started = 0.0, time.monotonic()
+    for part in report.plan.batches:
         begun = time.monotonic()
         found = client.get_many(keys[part])
         seconds += time.monotonic() - begun
@@ -157,6 +161,8 @@ def get_all(client: Client, plan: Plan, keys: list[bytes], pool: Pool) -> float:
                 raise KVStoreError(f"block {key.hex()} is a miss")
             if not np.array_equal(np.frombuffer(data, np.uint8), block):
                 raise KVStoreError(f"block {key.hex()} came back with other bytes")
+    comparing = time.monotonic() - started - seconds
+    report.seconds["compare"] = report.seconds.get("compare", 0.0) + comparing
     return seconds
 
 

@@ -89,11 +89,16 @@ class Board:
         return [figures.document() for figures in rows]
 
 
-def run(blocks: int = 1_000_000, trials: int = 5, seed: int = 20) -> dict[str, object]:
+def run(
+    blocks: int = 1_000_000,
+    trials: int = 5,
+    seed: int = 20,
+    tell: Callable[[str], object] = lambda _: None,
+) -> dict[str, object]:
     """Measure and return a document that JSON can hold; about 90 s at a million blocks.
 
     ``rows`` are single operations, ``load`` the realistic load, ``bars`` the limits that a million
-    blocks must keep. Raises WrongAnswer.
+    blocks must keep. ``tell`` hears how far it is. Raises WrongAnswer.
     """
     if blocks < FEWEST_BLOCKS or trials < 1:
         raise UsageError(
@@ -102,9 +107,11 @@ def run(blocks: int = 1_000_000, trials: int = 5, seed: int = 20) -> dict[str, o
         )
     rng = np.random.default_rng(seed)
     single, load = Board(), Board()
-    for _ in range(trials):
+    for trial in range(1, trials + 1):
         for structure in ALL:
+            tell(f"trial {trial} of {trials}: {structure.name}")
             _single_operations(single, structure(), rng, blocks)
+        tell(f"trial {trial} of {trials}: realistic load")
         _realistic_load(load, rng, blocks // 10)
     rows = single.documents()
     return {
@@ -348,12 +355,12 @@ def _note_load(board: Board, cache: Cache) -> None:
 
 # -- output ---------------------------------------------------------------------------------------
 
-HEAD = ("operation", "structure", "median", "least", "most", "unit", "x ours", "note")
+HEAD = ("operation", "structure", "median", "least", "most", "unit", "x ours")
 
 
 def table(result: Mapping[str, Any]) -> list[list[str]]:
     """Return the rows of :data:`HEAD` for a document of :func:`run`, as text."""
-    rows = []
+    rows, marks = [], _marks(result)
     for part in ("rows", "load"):
         ours = {
             (row["operation"], row["unit"]): row["median"]
@@ -365,14 +372,19 @@ def table(result: Mapping[str, Any]) -> list[list[str]]:
             rows.append(
                 [
                     f"{'load: ' if part == 'load' else ''}{row['operation']}",
-                    row["structure"],
+                    row["structure"] + marks.get(row["note"], ""),
                     *(_figure(row[name]) for name in ("median", "least", "most")),
                     row["unit"],
                     f"{row['median'] / own:.2f}" if own else "",
-                    row["note"],
                 ]
             )
     return rows
+
+
+def _marks(result: Mapping[str, Any]) -> dict[str, str]:
+    """Return the mark of each footnote: what a structure does not do, and so what it saves."""
+    notes = dict.fromkeys(row["note"] for row in (*result["rows"], *result["load"]) if row["note"])
+    return {note: f" [{number}]" for number, note in enumerate(notes, 1)}
 
 
 def _figure(value: float) -> str:
@@ -390,4 +402,5 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         f"limit {bar['limit']:g}: {'met' if bar['met'] else 'NOT MET'}"
         for bar in result["bars"]
     ]
-    return [head, *render.table(HEAD, table(result)), *bars]
+    footnotes = [f"{mark.strip()} {note}" for note, mark in _marks(result).items()]
+    return [head, *render.table(HEAD, table(result)), *footnotes, *bars]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,17 +18,26 @@ if TYPE_CHECKING:
     from kvstore.client import Client
 
 MAX_LABEL_BYTES = 255
+NAMESPACE_ID = re.compile("[0-9a-fA-F]{32}", re.ASCII)
+ABSENT = "never put, evicted, or under another namespace or shard"
 
 
 @click.command(
     cls=Command,
     example="kvstore put 00ff -i block.bin --wait\ntar c cfg | kvstore put 0100 -i - --durable",
-    exits=online(e14="no room, and nothing may be evicted", e4="unknown namespace"),
+    exits=online(
+        e1="failed, or KEY is there with a block of another length",
+        e2="wrong usage, or a block over a quarter of the capacity",
+        e4="unknown namespace",
+        e14="no room, and nothing may be evicted",
+    ),
 )
 @click.argument("key")
 @click.option("-i", "--input", "source", metavar="FILE|-", required=True, help="The block's bytes.")
 @click.option("--wait", is_flag=True, help="Answer once the engine and the journal have it.")
-@click.option("--durable", is_flag=True, help="Answer once it survives a power loss.")
+@click.option(
+    "--durable", is_flag=True, help="Answer once it survives a power loss; wins over --wait."
+)
 @namespace_options
 @click.option("--create-namespace", is_flag=True, help="Make the namespace if it is not there.")
 @click.option("--parent", metavar="HEX", help="Key of the block before this one in its chain.")
@@ -45,11 +55,19 @@ def put(
     parent: str | None,
     label: str,
 ) -> None:
-    """Store one block under KEY (hexadecimal, 1 to 64 bytes)."""
+    """Store one block under KEY (hexadecimal, 1 to 64 bytes).
+
+    Blocks never change: a KEY that is there keeps its first bytes, and the answer is
+    "already_present"; a block of another length is refused. All keys of a namespace have one
+    length, that of the first; another is possible once the namespace is empty.
+
+    When the store is full the least recently used blocks leave, the ends of chains first. A block
+    over a quarter of the capacity is refused.
+    """
     from kvstore import keys
 
-    name = keys.parse_hex(key)
-    above = keys.parse_hex(parent) if parent is not None else None
+    name = read_key(key)
+    above = read_key(parent) if parent is not None else None
     keys.check_shard(shard)
     if len(label.encode()) > MAX_LABEL_BYTES:
         raise UsageError(
@@ -75,7 +93,8 @@ def put(
 @click.command(
     cls=Command,
     example="kvstore get 00ff -o copy.bin\nkvstore get 00ff -o - | sha256sum",
-    exits=online(e4="the block or its namespace is not there"),
+    exits=online(e4=f"no such namespace, or no such block: {ABSENT}", e14="no room for the output"),
+    answers=False,
 )
 @click.argument("key")
 @click.option("-o", "--output", "target", metavar="FILE|-", help="Where to write the bytes.")
@@ -85,8 +104,12 @@ def get(call: Call, key: str, target: str | None, namespace: str, shard: int) ->
     """Write the block under KEY to a file or, without -o, to a pipe."""
     from kvstore import keys, render
 
-    name = keys.parse_hex(key)
+    name = read_key(key)
     keys.check_shard(shard)
+    if call.output.json and target in (None, "-"):
+        raise UsageError(
+            "with --json stdout holds one JSON document, not a block", "write it with -o FILE"
+        )
     if target is None and render.stdout_is_terminal():
         raise UsageError(
             "a block is binary and stdout is a terminal", "use -o FILE, or -o - if you mean it"
@@ -96,7 +119,8 @@ def get(call: Call, key: str, target: str | None, namespace: str, shard: int) ->
         data = client.get(name, namespace=open_namespace(client, record), shard=shard)
     if data is None:
         raise NotFound(
-            f"block {name.hex()} is not in namespace {namespace}, shard {shard}", "put it first"
+            f"block {name.hex()} is not in namespace {namespace}, shard {shard}",
+            "it was never put, was evicted, or is under another namespace or shard",
         )
     render.write_bytes(data, target or "-")
     if target not in (None, "-"):
@@ -106,7 +130,7 @@ def get(call: Call, key: str, target: str | None, namespace: str, shard: int) ->
 @click.command(
     cls=Command,
     example="kvstore contains 00ff 0100\nkvstore contains --prefix 00ff 0100 0101",
-    exits=online(e0="all of them are there", e4="at least one is not there"),
+    exits=online(e0="all of them are there", e4=f"at least one is not there: {ABSENT}"),
 )
 @click.argument("keys", metavar="KEY...", nargs=-1, required=True)
 @click.option("--prefix", is_flag=True, help="Count the unbroken run of blocks from the first KEY.")
@@ -160,7 +184,13 @@ def delete(call: Call, keys: tuple[str, ...], namespace: str, shard: int) -> int
 @click.option("--limit", type=click.IntRange(min=0), help="At most so many blocks.")
 @click.pass_obj
 def list_blocks(call: Call, namespace: str | None, limit: int | None) -> None:
-    """List blocks, one a line: NAMESPACE-ID SHARD KEY."""
+    """List blocks, one a line: NAMESPACE-ID SHARD KEY.
+
+    They come in no order that means anything, and are read from the daemon part by part: blocks
+    that arrive or leave meanwhile may be among them or not.
+    """
+    if call.output.quiet and not call.output.json:
+        raise UsageError("list with -q would say nothing", "leave out -q")
     record = None if namespace is None else read_namespace(namespace)
     with call.client() as client:
         handle = None if record is None else open_namespace(client, record)
@@ -181,9 +211,26 @@ def parse_keys(texts: tuple[str, ...], shard: int) -> list[bytes]:
     from kvstore import keys
 
     keys.check_shard(shard)
-    names = [keys.parse_hex(text) for text in texts]
+    names = [read_key(text) for text in texts]
     keys.key_array(names)
     return names
+
+
+def read_key(text: str) -> bytes:
+    """Return the key that a person wrote in hexadecimal. Raises InvalidKey."""
+    from kvstore import keys
+
+    digits = text.removeprefix("0x").removeprefix("0X")
+    if digits != text:
+        raise InvalidKey(f"key {text[:16]!r} is not hexadecimal", "leave out 0x")
+    if any(letter.isspace() for letter in text):  # bytes.fromhex would take them
+        raise InvalidKey(f"key {text[:16]!r} has blanks in it", "write two hex digits a byte")
+    if text and len(text) % 2 and not text.strip("0123456789abcdefABCDEF"):
+        raise InvalidKey(
+            f"key {text[:16]!r} has an odd number of digits",
+            "write two hex digits a byte, 00 and not 0",
+        )
+    return keys.parse_hex(text)
 
 
 def read_block(source: str, key: bytes) -> bytes:
@@ -193,13 +240,13 @@ def read_block(source: str, key: bytes) -> bytes:
     limit = keys.MAX_BLOCK_BYTES + 1
     try:
         if source == "-":
-            data = sys.stdin.buffer.read(limit)
+            data = read_stdin(limit)
         else:
             with Path(source).open("rb") as file:
                 data = file.read(limit)
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+    except OSError as error:
         raise UsageError(
-            f"input {source}: {error.strerror}", "give a file or - for stdin"
+            f"input {source}: {error.strerror}", "give a readable file, or - for stdin"
         ) from None
     if len(data) == limit:
         raise InvalidKey(
@@ -210,12 +257,31 @@ def read_block(source: str, key: bytes) -> bytes:
     return data
 
 
+def read_stdin(limit: int) -> bytes:
+    """Return at most ``limit`` bytes of stdin. Raises UsageError, OSError."""
+    if sys.stdin is None:
+        raise UsageError("stdin is closed", "give a file with -i FILE, or pipe the block in")
+    data: bytes = sys.stdin.buffer.read(limit)
+    return data
+
+
 def read_namespace(text: str) -> Mapping[str, object]:
-    """Return the record of a namespace from its name or from ``@FILE``. Raises UsageError."""
+    """Return the record of a namespace from its name or from ``@FILE``. Raises UsageError.
+
+    The id of ``default`` will do, since ``list`` prints it; other ids only the daemon could open.
+    """
     import json
 
     from kvstore import keys
 
+    if NAMESPACE_ID.fullmatch(text):
+        record = keys.named(keys.DEFAULT_NAMESPACE)
+        if keys.namespace_id(record).hex() == text.lower():
+            return record
+        raise UsageError(
+            f"namespace {text} is given by its id, and no command opens one by its id yet",
+            "give its name, or its record as @FILE.json",
+        )
     if not text.startswith("@"):
         return keys.named(text)
     try:
@@ -227,7 +293,7 @@ def read_namespace(text: str) -> Mapping[str, object]:
     except (ValueError, RecursionError) as error:
         raise UsageError(f"namespace file {text[1:]} is not JSON: {error}", "correct it") from None
     if not isinstance(record, dict):
-        raise UsageError(f"namespace file {text[1:]} holds no object", 'write {{"name": ...}}')
+        raise UsageError(f"namespace file {text[1:]} holds no object", 'write {"name": ...}')
     keys.canonical(record)
     return record
 

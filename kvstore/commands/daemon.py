@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from kvstore.summary import Summary
 
 DEGRADED = 1
+TELLING_BLOCKS = 10_000
+"""From here on bytes per block tell of blocks, and not of what an empty index takes."""
 
 log = logging.getLogger("kvstore")
 
@@ -40,7 +42,9 @@ def _setting(name: str, metavar: str, help_text: str) -> Callable[..., Any]:
         13: "",
         14: "",
         15: "",
+        130: "interrupted before it served, or a second time while it stopped",
     },
+    answers=False,
 )
 @_setting("store", "DIR", "Directory of the store.")
 @_setting("engine", "NAME", "How blocks are kept on disk, chosen at creation.")
@@ -58,34 +62,81 @@ def _setting(name: str, metavar: str, help_text: str) -> Callable[..., Any]:
 @click.option("--check-only", is_flag=True, help="Check the settings and stop.")
 @click.pass_obj
 def serve(call: Call, /, check_only: bool, **flags: str | None) -> int:
-    """Run the daemon in the foreground until SIGTERM."""
+    """Run the daemon in the foreground until SIGTERM.
+
+    With -q it logs warnings and errors only.
+    """
     from kvstore import config, render
 
-    if flags["log_level"] is None and call.output.verbose:
-        flags["log_level"] = "debug"
+    if flags["log_level"] is None and (call.output.verbose or call.output.quiet):
+        flags["log_level"] = "debug" if call.output.verbose else "warning"
     loaded = config.load(call.flags(**flags))
     config.check_memory(loaded)
     if check_only:
         call.output.result({"settings": "valid"}, ["settings are valid"])
         return 0
     render.start_logging(loaded.settings.log_level, loaded.settings.log_format)
-    for name, value, origin in config.describe(loaded):
-        log.info("%s = %s (%s)", name, _shown(value), origin)
-    for name in loaded.ignored:
-        log.info("environment variable %s is not a setting; ignored", name)
+    if not call.output.quiet:
+        _log_settings(loaded)
+    warning = _too_much(loaded)
+    if warning:
+        log.warning("%s", warning)
     from kvstore.server import serve as run_daemon
 
-    _make_default_folders(loaded)
+    if loaded.origins["socket"].source == "default":
+        loaded.settings.socket.parent.mkdir(mode=0o700, exist_ok=True)
+    _make_default_parent(loaded)
     return run_daemon(_server_options(loaded))
 
 
-def _make_default_folders(loaded: Loaded) -> None:
-    """Make what a bare ``kvstore serve`` needs; a place that somebody named must be there."""
-    settings = loaded.settings
-    if loaded.origins["socket"].source == "default":
-        settings.socket.parent.mkdir(mode=0o700, exist_ok=True)
+def _make_default_parent(loaded: Loaded) -> None:
+    """Make what a store at the default place needs; a place that somebody named must be there."""
     if loaded.origins["store"].source == "default":
-        settings.store.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        loaded.settings.store.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def _log_settings(loaded: Loaded) -> None:
+    from kvstore import config
+
+    for name, value, origin in config.describe(loaded):
+        found = (value, origin) if value is not None else _left_to_the_store(loaded, name)
+        log.info("%s = %s (%s)", name, _shown(found[0]), found[1])
+    for name in loaded.ignored:
+        log.info("environment variable %s is not a setting; ignored", name)
+
+
+def _left_to_the_store(loaded: Loaded, name: str) -> tuple[object, str]:
+    """Return what a setting will be that nobody set, and why."""
+    from kvstore import config, layout
+    from kvstore.errors import KVStoreError
+    from kvstore.opening import CAPACITY_SHARE
+    from kvstore.space import default_floor
+
+    store = loaded.settings.store
+    total = config.filesystem_bytes(store)
+    if name == "min_free":
+        return config.Size(default_floor(total)), "default for this filesystem"
+    try:
+        record = layout.read(store)
+    except KVStoreError:  # none yet, or the opening will tell what is wrong with it
+        if name == "engine":
+            return config.DEFAULT_ENGINE, "default for a new store"
+        return config.Size(int(total * CAPACITY_SHARE)), "half of the filesystem, for a new store"
+    found = record.engine if name == "engine" else config.Size(record.capacity_bytes)
+    return found, str(store / layout.STORE_FILE)
+
+
+def _too_much(loaded: Loaded) -> str:
+    """Return a warning if the capacity asked for is more than there can ever be; else nothing."""
+    from kvstore import config, render
+
+    capacity, total = loaded.settings.capacity, config.filesystem_bytes(loaded.settings.store)
+    if capacity is None or not 0 < total < capacity:
+        return ""
+    return (
+        f"capacity ({loaded.origins['capacity']}) is {render.size(capacity)}, but the filesystem "
+        f"of {loaded.settings.store} has {render.size(total)}: min_free will be the limit"
+    )
 
 
 def _server_options(loaded: Loaded) -> ServerOptions:
@@ -135,7 +186,7 @@ def _shown(value: object) -> str:
         return render.size(value)
     if isinstance(value, config.Duration):
         return render.duration(value)
-    return "left to the store" if value is None else str(value)
+    return str(value)
 
 
 @click.command(
@@ -155,59 +206,98 @@ def status(call: Call) -> int:
 def _status_lines(call: Call, found: Mapping[str, Any]) -> Iterator[str]:
     from kvstore import render
 
-    def number(name: str) -> int:
-        return int(found.get(name) or 0)
-
-    capacity, live = number("capacity_bytes"), number("live_bytes")
-    asked = number("hits") + number("misses")
-    share = f" ({100 * number('used_bytes') / capacity:.0f} %)" if capacity else ""
-    ratio = f" ({100 * number('hits') / asked:.1f} % hits)" if asked else ""
-    yield from render.fields(
-        [
-            ("state", call.output.state(str(found.get("state")))),
-            ("store", found.get("store")),
-            ("engine", f"{found.get('engine')}, io {found.get('io')}"),
-            ("version", found.get("version")),
-            ("blocks", number("blocks")),
-            ("live", render.size(live)),
-            ("on disk", f"{render.size(number('used_bytes'))} of {render.size(capacity)}{share}"),
-            ("memory", render.size(number("memory_bytes"))),
-            ("dirty", f"{number('dirty_blocks'):,} blocks, {render.size(number('dirty_bytes'))}"),
-            ("reads", f"{number('hits'):,} hits, {number('misses'):,} misses{ratio}"),
-            ("evictions", number("evictions")),
-            ("corrupt", number("corrupt_blocks")),
-            ("index", f"{float(found.get('index_bytes_per_block') or 0):.1f} B per block"),
-        ]
-    )
+    state = call.output.state(str(found.get("state")))
+    yield from render.fields([("state", state), *_rows(found)])
     for kind in ("problems", "notes"):
         for text in found.get(kind) or ():
             yield f"{kind[:-1]}: {text}"
 
 
+def _rows(found: Mapping[str, Any]) -> list[tuple[str, object]]:
+    """Return the rows of ``status`` that say something: nothing of a store not open yet."""
+    from kvstore.render import count, size
+
+    def number(name: str) -> int:
+        return int(found.get(name) or 0)
+
+    rows: list[tuple[str, object]] = [("store", found.get("store"))]
+    if "capacity_bytes" not in found:
+        rows += [("engine", found.get("engine")), ("version", found.get("version"))]
+        scanned = count(number("scanned"), "record")
+        return [*rows, ("phase", f"{found.get('phase')}, {scanned} scanned")]
+    capacity, used = number("capacity_bytes"), number("used_bytes")
+    asked = number("hits") + number("misses")
+    share = f" ({100 * used / capacity:.0f} %)" if capacity else ""
+    ratio = f" ({100 * number('hits') / asked:.1f} % hits)" if asked else ""
+    reads = f"{count(number('hits'), 'hit')}, {count(number('misses'), 'miss', 'misses')}"
+    dirty = f"{count(number('dirty_blocks'), 'block')}, {size(number('dirty_bytes'))}"
+    floor = f"{size(number('free_bytes'))}, at least {size(number('min_free_bytes'))} stay free"
+    rows += [
+        ("engine", f"{found.get('engine')}, io {found.get('io')}"),
+        ("version", found.get("version")),
+        ("blocks", number("blocks")),
+        ("live", size(number("live_bytes"))),
+        ("on disk", f"{size(used)} of {size(capacity)}{share}"),
+        ("disk free", f"{floor} (min_free)"),
+    ]
+    if number("memory_bytes") or number("dirty_blocks"):
+        rows += [("memory", size(number("memory_bytes"))), ("dirty", dirty)]
+    rows += [
+        ("reads", f"{reads}{ratio}"),
+        ("evictions", number("evictions")),
+        ("corrupt", number("corrupt_blocks")),
+    ]
+    if number("blocks") >= TELLING_BLOCKS:
+        rows.append(("index", f"{float(found['index_bytes_per_block']):.1f} B per block"))
+    return rows
+
+
 @click.command(
     cls=Command,
     example="kvstore create /mnt/nvme/kv --capacity 512GiB",
-    exits={0: "", 1: "something is already there, or failed", 2: "", 11: "", 13: "", 14: ""},
+    exits={
+        0: "",
+        1: "something is already there, or failed",
+        2: "",
+        10: "the directory to make it in does not exist",
+        11: "",
+        13: "",
+        14: "",
+        130: "",
+        141: "",
+    },
 )
 @store_option
 @_setting("engine", "NAME", "How blocks are kept on disk.")
 @_setting("capacity", "SIZE", "Bytes the store may take on disk.")
 @click.pass_obj
 def create(call: Call, /, argument: str | None, store: str | None, **flags: str | None) -> None:
-    """Make an empty store."""
-    from kvstore import config, render
+    """Make an empty store at STORE, else where the settings say."""
+    from kvstore import config, layout, render
     from kvstore.opening import Options, create_store
 
-    settings = config.load(call.flags(store=_chosen(argument, store), **flags)).settings
+    loaded = config.load(call.flags(store=_chosen(argument, store), **flags))
+    settings = loaded.settings
+    _make_default_parent(loaded)
     record = create_store(settings.store, Options(settings.engine, settings.capacity))
+    warning = _too_much(loaded)
+    if warning:
+        call.output.note(f"warning: {warning}")
     capacity = record.capacity_bytes
+    device, mount_point = layout.mount_of(settings.store)
     document = {
         "store": settings.store,
         "uuid": record.uuid,
         "engine": record.engine,
         "capacity_bytes": capacity,
+        "device": device,
+        "mount_point": mount_point,
     }
-    line = f"made {settings.store}: engine {record.engine}, capacity {render.size(capacity)}"
+    origin = "" if loaded.origins["store"].source == "flag" else f" ({loaded.origins['store']})"
+    line = (
+        f"made a store at {settings.store}{origin}: engine {record.engine}, capacity "
+        f"{render.size(capacity)}, on {device} mounted at {mount_point}"
+    )
     call.output.result(document, [line])
 
 
@@ -223,6 +313,8 @@ def create(call: Call, /, argument: str | None, store: str | None, **flags: str 
         11: "",
         13: "",
         15: "",
+        130: "",
+        141: "",
     },
 )
 @store_option

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -19,9 +19,13 @@ if TYPE_CHECKING:
 
     from kvstore.client import Client
 
+INTERRUPTED = 130
+READER_GONE = 141
+"""What a shell reports of a program that SIGPIPE ended, as it ends ``ls`` in ``ls | head``."""
+
 EXIT_STATUS = {
     0: "done, or yes",
-    1: "failed: engine, I/O or permission; the store is degraded",
+    1: "failed for a reason that has no code of its own; the message says which",
     2: "wrong usage",
     3: "partly done: some blocks failed",
     4: "not found, or no",
@@ -32,9 +36,10 @@ EXIT_STATUS = {
     13: "a setting is invalid",
     14: "no space",
     15: "the store's format is newer than this program",
-    130: "interrupted (Ctrl-C)",
+    INTERRUPTED: "interrupted (Ctrl-C)",
+    READER_GONE: "whoever read the output left early, as head does",
 }
-ONLINE = (1, 2, 12, 13, 130)
+ONLINE = (1, 2, 12, 13, INTERRUPTED, READER_GONE)
 """Exit codes that every command which talks to the daemon may end with."""
 
 CLIENT_TIMEOUT = 30.0
@@ -88,8 +93,17 @@ def _remember(context: click.Context, parameter: click.Parameter, value: Any) ->
 
 def _show_version(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
     if value and not context.resilient_parsing:
-        click.echo(f"kvstore {__version__}")
-        context.exit()
+        _show(context, f"kvstore {__version__}")
+
+
+def _show_help(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
+    if value and not context.resilient_parsing:
+        _show(context, context.get_help())
+
+
+def _show(context: click.Context, text: str) -> NoReturn:
+    (context.find_object(Call) or Call()).output.text(text)
+    context.exit()
 
 
 def global_options() -> list[click.Parameter]:
@@ -102,7 +116,12 @@ def global_options() -> list[click.Parameter]:
         option("--config", metavar="PATH", help="Configuration file (TOML)."),
         option("--socket", metavar="PATH", help="Socket of the daemon."),
         option("--json", is_flag=True, help="Results and errors as JSON."),
-        option("-q", "--quiet", is_flag=True, help="Say less."),
+        option(
+            "-q",
+            "--quiet",
+            is_flag=True,
+            help="Only errors, blocks and JSON; the exit code tells the rest.",
+        ),
         option("-v", "--verbose", count=True, help="Say more; -vv shows where errors come from."),
         option(
             "--color",
@@ -121,23 +140,38 @@ def global_options() -> list[click.Parameter]:
 
 
 class Help(click.Command):
-    """A command whose help ends with an example and the exit codes it may return."""
+    """A command whose help ends with an example and the exit codes it may return.
+
+    ``answers``: it ends with a result on stdout, so it does nothing while stdout is closed.
+    """
 
     def __init__(
         self,
         *args: Any,  # noqa: ANN401
         example: str,
         exits: Sequence[int] | Mapping[int, str],
+        answers: bool = True,
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
+        kwargs.setdefault("context_settings", {"help_option_names": ["-h", "--help"]})
         super().__init__(*args, **kwargs)
         self.example = example
+        self.answers = answers
         own = dict(exits) if isinstance(exits, Mapping) else dict.fromkeys(exits, "")
         self.exits = {code: own[code] or EXIT_STATUS[code] for code in sorted(own)}
         self.shared = global_options()
         self.params = [*self.params, *self.shared]
 
+    def get_help_option(self, ctx: click.Context) -> click.Option | None:
+        option = super().get_help_option(ctx)
+        if option is not None:
+            option.callback = _show_help  # click's own takes a closed stdout for a success
+        return option
+
     def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401
+        call = ctx.find_object(Call)
+        if call is not None and self.answers and not isinstance(self, click.Group):
+            call.output.check_stdout()
         try:
             return super().invoke(ctx)
         except BrokenPipeError as error:
@@ -153,13 +187,14 @@ class Help(click.Command):
                 formatter.write_dl(records)
         if isinstance(self, click.Group):
             self.format_commands(context, formatter)
-        rest = [record for p in self.shared if (record := p.get_help_record(context))]
+        shared = [*self.shared, *filter(None, [self.get_help_option(context)])]
+        rest = [record for p in shared if (record := p.get_help_record(context))]
         with formatter.section("Global options"):
             if context.parent is None:
                 formatter.write_dl(rest)
             else:
                 names = [record[0].split(",")[0].split()[0] for record in rest]
-                formatter.write_text(f"{' '.join(names)} (see kvstore --help)")
+                formatter.write_text(f"{' '.join(names)} (kvstore --help explains them)")
 
     def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Example"):

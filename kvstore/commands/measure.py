@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.group(
     cls=Group,
     example="kvstore bench demo\nkvstore bench index\nkvstore bench slots",
-    exits=(0, 1, 2, 130),
+    exits=(0, 1, 2, 130, 141),
 )
 def bench() -> None:
     """Measure on this machine."""
@@ -34,6 +34,7 @@ def bench() -> None:
         2: "wrong usage, or the machine has too little room",
         12: "",
         130: "",
+        141: "",
     },
 )
 @click.option(
@@ -97,7 +98,14 @@ def _demo_lines(report: Report) -> Iterator[str]:
         f"included), {report.hits_after_kill} of {plan.blocks} blocks are hits, all bytes equal"
     )
     yield f"stopped by SIGTERM: exit code {report.exit_code}"
-    yield f"the whole took {render.duration(report.seconds['whole'])}"
+    rest = [
+        ("making the blocks", "make"),
+        ("comparing them", "compare"),
+        ("starting the daemon", "start"),
+        ("stopping it", "stop"),
+    ]
+    named = ", ".join(f"{render.duration(report.seconds[step])} {name}" for name, step in rest)
+    yield f"the whole took {render.duration(report.seconds['whole'])}, of that {named}"
 
 
 @bench.command(
@@ -108,6 +116,7 @@ def _demo_lines(report: Report) -> Iterator[str]:
         1: "an answer was wrong",
         2: "",
         130: "",
+        141: "",
     },
 )
 @click.option(
@@ -127,10 +136,14 @@ def _demo_lines(report: Report) -> Iterator[str]:
 @click.option("--seed", type=int, default=20, show_default=True, help="Of keys and load.")
 @click.pass_obj
 def index(call: Call, blocks: int, trials: int, seed: int) -> None:
-    """Time the index beside dict, OrderedDict and LMDB: single operations and a realistic load."""
+    """Time the index beside dict, OrderedDict and LMDB: single operations and a realistic load.
+
+    A tool for those who change the index; it tells nothing about disks or your model server. It
+    takes about 90 s with the defaults, in proportion to --blocks and --trials.
+    """
     from kvstore.bench import index as measured
 
-    result = measured.run(blocks, trials, seed)
+    result = measured.run(blocks, trials, seed, call.output.note)
     call.output.result(result, measured.lines(result))
 
 
