@@ -426,7 +426,7 @@ class _Boot:
 
 
 def _populate(core: Core) -> None:
-    """Have all memory touched, piece by piece, so that no request pays for it or waits behind it."""
+    """Have all memory touched, piece by piece: no request pays for it or waits behind it."""
     pieces = [
         partial(pages.populate, start, start + POPULATE_BYTES)
         for pages in (core.bounce.pages, core.tier.pages)

@@ -34,7 +34,10 @@ def _put_all(daemon: Daemon, first: int, acknowledged: list[int]) -> None:
             for start in range(first, first + BLOCKS, BATCH):
                 numbers = range(start, min(start + BATCH, first + BLOCKS))
                 statuses = client.put_many(
-                    [key(n) for n in numbers], [block(n, _size(n)) for n in numbers], chain=True
+                    [key(n) for n in numbers],
+                    [block(n, _size(n)) for n in numbers],
+                    chain=True,
+                    ack="written",
                 )
                 acknowledged += [
                     n
@@ -98,7 +101,9 @@ def test_a_hundred_thousand_blocks_are_ready_within_a_second(tmp_path: Path) -> 
         daemon.start()
         with Client(str(daemon.socket)) as client:
             for start in range(0, len(keys), 1000):
-                assert not client.put_many(keys[start : start + 1000], [data] * 1000).any()
+                assert not client.put_many(
+                    keys[start : start + 1000], [data] * 1000, ack="written"
+                ).any()
             used = [keys[n] for n in range(0, len(keys), 1000)]
             client.get_many(used)
             time.sleep(2)
@@ -130,7 +135,11 @@ def test_the_blocks_read_last_survive_a_smaller_capacity(tmp_path: Path) -> None
     try:
         daemon.start()
         with Client(str(daemon.socket)) as client:
-            client.put_many([key(n) for n in range(1000)], [block(n, 140_000) for n in range(1000)])
+            client.put_many(
+                [key(n) for n in range(1000)],
+                [block(n, 140_000) for n in range(1000)],
+                ack="written",
+            )
             used = [key(n) for n in rng.sample(range(1000), 100)]
             for one in used:
                 assert client.get(one) is not None

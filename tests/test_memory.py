@@ -123,8 +123,11 @@ def test_a_durable_put_of_a_written_block_syncs(
 ) -> None:
     local.put([key(1)], [block(1)])
     flushed: list[bool] = []
-    flush = local.core.engine.flush
-    monkeypatch.setattr(local.core.engine, "flush", lambda: (flushed.append(True), flush()))
+
+    def flush() -> None:
+        flushed.append(True)
+
+    monkeypatch.setattr(local.core.engine, "flush", flush)
     assert local.put([key(1)], [block(1)], durable=True) == [BlockStatus.ALREADY_PRESENT]
     assert flushed
 

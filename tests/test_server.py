@@ -143,7 +143,7 @@ def test_readers_and_writers_under_eviction(daemon: Daemon) -> None:
 
 def test_a_client_lives_through_a_restart(daemon: Daemon, client: Client) -> None:
     llama = client.namespace(named("llama"), create=True)
-    client.put(key(1), b"x", namespace=llama)
+    client.put(key(1), b"x", namespace=llama, ack="written")
     daemon.stop(signal.SIGKILL)
     with pytest.raises(DaemonUnavailable, match=str(daemon.socket)):
         client.get(key(1))
@@ -170,7 +170,7 @@ def test_a_stopped_daemon_is_a_missed_deadline(daemon: Daemon) -> None:
         os.kill(daemon.pid, signal.SIGSTOP)
         try:
             started = time.monotonic()
-            with pytest.raises(DeadlineExceeded, match=r"0.5 s"):
+            with pytest.raises(DeadlineExceeded, match="in time"):
                 hasty.get(key(1))
             assert time.monotonic() - started < 5
         finally:
@@ -206,7 +206,7 @@ def test_sigterm_finishes_requests_and_marks_the_journal(daemon: Daemon) -> None
 def test_a_second_signal_ends_at_once(daemon: Daemon) -> None:
     with raw(daemon) as stuck:
         # A request of which only the beginning comes keeps the drain waiting.
-        header = Frame(Op.PUT, key_length=32, count=1, meta_bytes=38, payload_bytes=9).pack()
+        header = Frame(Op.PUT, key_length=32, count=1, meta_bytes=39, payload_bytes=9).pack()
         stuck.sendall(header)
         time.sleep(0.2)
         os.kill(daemon.pid, signal.SIGTERM)
@@ -219,7 +219,7 @@ def test_a_second_signal_ends_at_once(daemon: Daemon) -> None:
 
 def test_requests_wait_until_the_store_is_open(daemon: Daemon) -> None:
     with Client(str(daemon.socket)) as one:
-        one.put_many([key(n) for n in range(500)], [block(n) for n in range(500)])
+        one.put_many([key(n) for n in range(500)], [block(n) for n in range(500)], ack="written")
     daemon.stop(signal.SIGKILL)
     for journal in (daemon.store / "blocks").glob("journal.*"):
         journal.unlink()
@@ -256,17 +256,26 @@ def test_a_stale_socket_is_replaced_and_anything_else_is_not(daemon: Daemon) -> 
     assert str(daemon.socket) in daemon.log
 
 
+def packed(op: int, meta: bytes = b"", **fields: int) -> bytes:
+    return Frame(op, request=1, **{"meta_bytes": len(meta), **fields}).pack() + meta
+
+
+ONE_KEY = {"key_length": 32, "count": 1}
 GARBAGE = [
-    b"\x00" * 32,
-    b"\xff" * 32,
-    b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
-    struct.pack("<IBBHIHBBIIQ", 0, 99, 0, 0, 1, 0, 0, 0, 0, 0, 0),
-    struct.pack("<IBBHIHBBIIQ", 0xFFFFFFFF, 1, 0, 0, 1, 0, 32, 0, 1, 0, 0),
-    struct.pack("<IBBHIHBBIIQ", 40, 1, 0, 0, 1, 0, 32, 0, 1, 0, 1 << 62),
-    struct.pack("<IBBHIHBBIIQ", 0, 2, 0, 0, 1, 0, 32, 0, 5, 0, 0),
-    struct.pack("<IBBHIHBBIIQ", 2, 5, 0, 0, 1, 0, 0, 0, 0, 0, 0) + b"[]",
-    struct.pack("<IBBHIHBBIIQ", 3, 5, 0, 0, 1, 0, 0, 0, 0, 0, 0) + b"{{{",
-    struct.pack("<IBBHIHBBIIQ", 32, 2, 0, 0, 1, 0, 32, 0, 1, 0, 4) + b"k" * 36,
+    b"\x00" * protocol.HEADER_BYTES,
+    b"\xff" * protocol.HEADER_BYTES,
+    b"GET / HTTP/1.1\r\nHost: localhost:7700\r\n\r\n",
+    packed(99),
+    packed(Op.PUT, meta_bytes=0xFFFFFFFF, **ONE_KEY),
+    packed(Op.PUT, meta_bytes=40, payload_bytes=0xFFFFFFFF, **ONE_KEY),
+    packed(Op.GET, key_length=32, count=5),
+    packed(Op.GET, key_length=32, count=0xFFFFFFFF),
+    packed(Op.ADMIN, b"[]"),
+    packed(Op.ADMIN, b"{{{"),
+    packed(Op.ADMIN, meta_bytes=(128 << 10) + 1),
+    packed(Op.GET, b"k" * 32, payload_bytes=4, **ONE_KEY) + b"k" * 4,
+    Frame(Op.ADMIN, request=1).pack()[:6] + b"\x00\x00" + bytes(32),
+    Frame(Op.ADMIN, request=1).pack()[:6] + b"\x01\x04" + bytes(32),
 ]
 
 
@@ -289,7 +298,7 @@ def test_garbage_is_answered_or_dropped_and_nobody_else_notices(
 REFUSED = [
     (Op.GET, 0, 65, 1, b"k" * 65, InvalidKey),
     (Op.GET, 0, 0, 1, b"", InvalidKey),
-    (Op.CONTAINS, 77, 32, 1, b"k" * 32, UnknownNamespace),
+    (Op.CONTAINS, 77, 32, 1, b"k" * 32 + bytes(4), UnknownNamespace),
     (Op.PUT, 0, 32, 0, b"", KVStoreError),
 ]
 
@@ -326,7 +335,7 @@ def test_a_refused_put_has_its_payload_skipped(client: Client) -> None:
 def test_clients_that_vanish_in_the_middle_leave_nothing_behind(daemon: Daemon) -> None:
     for turn in range(20):
         with raw(daemon) as sock:
-            meta = key(turn) + struct.pack("<I", 5 * MIB) + b"\0\0"
+            meta = key(turn) + struct.pack("<I", 5 * MIB) + b"\0\0\0"
             frame = Frame(
                 Op.PUT, key_length=32, count=1, meta_bytes=len(meta), payload_bytes=5 * MIB
             )
