@@ -256,7 +256,7 @@ def test_a_stale_socket_is_replaced_and_anything_else_is_not(daemon: Daemon) -> 
     assert str(daemon.socket) in daemon.log
 
 
-def packed(op: int, meta: bytes = b"", **fields: int) -> bytes:
+def packed(op: int, meta: bytes = b"", /, **fields: int) -> bytes:
     return Frame(op, request=1, **{"meta_bytes": len(meta), **fields}).pack() + meta
 
 
