@@ -402,6 +402,7 @@ def test_a_put_that_waits_is_cancelled(daemon: Bare, talker: Talker) -> None:
         writing = talker.send(Op.PUT, meta, region=1, ack=Ack.WRITTEN, **ONE)
         assert eventually(daemon.inside)
         cancelling = talker.cancel(writing)
+        assert silent(talker), "a put reads its rows until it is answered"
         daemon.open()
         replies = [talker.receive() for _ in range(2)]
         assert [reply.frame.request for reply in replies] == [writing, cancelling]
