@@ -22,7 +22,8 @@ FIND_PYTHON = for candidate in "$(PYTHON)" /usr/bin/python3.11 python3.11 python
 STAMP := .venv/.ready-$(shell pwd | cksum | cut -d' ' -f1)
 BIN := .venv/bin
 RUN := $(BIN)/python -m
-ALONE := $(addprefix kvstore/,errors.py answers.py keys.py protocol.py exchange.py client.py)
+ALONE := $(addprefix kvstore/,errors.py answers.py keys.py protocol.py regions.py exchange.py \
+	waiting.py requests.py session.py questions.py operations.py client.py aclient.py)
 
 venv: $(STAMP)
 

@@ -60,7 +60,7 @@ def _iterating(
         try:
             while True:
                 try:
-                    item = _run(steps.asend(None))
+                    item = _run(steps.__anext__())
                 except StopAsyncIteration:
                     return
                 yield item
