@@ -175,9 +175,12 @@ class Operations(Questions):
         call, options = self._put_call(**how)
         names = key_array(keys)
         self._refuse_if_lost()
-        rows, whole = staging.rows(len(names)), slice(0, len(names))
+        rows = staging.rows(len(names))
         requests.payloads(names, rows.views())
-        return await self._put_rows(call, names, whole, rows, options)
+        answers = np.zeros(len(names), np.uint8)
+        for part in requests.parts(rows.lengths.tolist()):
+            answers[part] = await self._put_rows(call, names, part, rows.take(part), options)
+        return answers
 
     def _refuse_if_lost(self) -> None:
         if self._session.lost():

@@ -319,6 +319,8 @@ class Session:
             known = region.registered
             if known is None or known[0] is not connection:
                 request = requests.spoken(Op.REGISTER, {"bytes": region.nbytes}, region.fd)
+                # Unanswered, it may have been mapped all the same: then it is lost like others.
+                request = replace(request, extent=Extent(region, 0, 0))
                 reply = await self._one(connection, request, limit)
                 known = region.registered = connection, _number_in(reply, "region")
                 region.witness = connection.witness

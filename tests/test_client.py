@@ -197,6 +197,12 @@ def test_staging_needs_no_copy(daemon: FakeDaemon, client: Client) -> None:
         with pytest.raises(errors.UsageError):
             staging.slots([2 * MIB, 2 * MIB, 1])
     assert daemon.blocks[0, 0, key(1)] == block(1, 5000)
+    with client.staging(40 * MIB) as staging:
+        for number, slot in enumerate(staging.slots([MIB] * 40)):
+            slot[:] = bytes([number]) * MIB
+        assert not client.put_staged([key(n) for n in range(40)], staging, chain=True).any()
+    assert len(daemon.of(Op.PUT)) == 3
+    assert all(daemon.blocks[0, 0, key(n)] == bytes([n]) * MIB for n in range(40))
     with pytest.raises(ValueError, match="released"):
         slots[0][0]
     with pytest.raises(errors.UsageError):
@@ -487,6 +493,23 @@ def test_after_four_losses_all_is_a_miss_at_once_until_the_daemon_ends(
     daemon.end()
     assert whole(client.get_many(names)) == blocks
     assert client.put(key(5), block(5, MIB)) == "stored"
+
+
+def test_a_daemon_that_registers_nothing_makes_all_a_miss_too(
+    daemon: FakeDaemon, client: Client
+) -> None:
+    client.put(key(0), b"x")
+    daemon.script = lambda asked: True
+    for _ in range(4):
+        with pytest.raises(errors.DeadlineExceeded):
+            client.get_many([key(0)] * 2, timeout=0.05)
+    asked = len(daemon.asked)
+    assert whole(client.get_many([key(0)] * 2)) == [None, None]
+    assert len(daemon.asked) == asked
+    daemon.script = None
+    for one in daemon.of(Op.CANCEL):
+        daemon.serve(one)
+    assert whole(client.get_many([key(0)] * 2)) == [b"x", b"x"]
 
 
 def test_a_closed_connection_confirms_nothing(daemon: FakeDaemon, client: Client) -> None:
