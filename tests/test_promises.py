@@ -1,0 +1,251 @@
+"""The data plane's promises, kept by a real daemon and real clients."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from kvstore.answers import BlockStatus
+from kvstore.client import Client
+from kvstore.errors import DaemonUnavailable, KVStoreError
+from tests.command import Daemon
+from tests.stores import MIB, block, key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SIZE = 512 << 10
+
+
+@pytest.fixture
+def roomy(tmp_path: Path) -> Iterator[Daemon]:
+    """A daemon with a memory tier of 256 MiB on an empty store of 1 GiB."""
+    daemon = Daemon(tmp_path, ("--capacity", "1GiB", "--memory", "256MiB", "--min-free", "0"))
+    try:
+        daemon.start()
+        yield daemon
+    finally:
+        if daemon.process is not None:
+            daemon.process.kill()
+            daemon.process.wait()
+
+
+def anonymous_bytes(pid: int) -> int:
+    for line in open(f"/proc/{pid}/status", encoding="ascii"):
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("no RssAnon")
+
+
+def test_late_writes_reach_no_memory_that_is_used_again(roomy: Daemon) -> None:
+    """The daemon is stopped in the middle, deadlines pass, memory is used for other blocks, and the
+    daemon goes on: no byte of that memory changes, and no key ever holds another block's bytes."""
+    names = [key(n) for n in range(64)]
+    with Client(str(roomy.socket)) as client:
+        assert not client.put_many(names, [block(n, SIZE) for n in range(64)], ack="written").any()
+    for turn in range(4):
+        with Client(str(roomy.socket), timeout=0.4) as hasty:
+            hasty.get_many(names[:8])
+            stop = threading.Timer(0.002 * turn, os.kill, (roomy.pid, signal.SIGSTOP))
+            stop.start()
+            for _ in range(3):
+                try:
+                    hasty.get_many(names)
+                except KVStoreError:
+                    break
+            try:
+                hasty.put_many(
+                    [key(1000 + turn)], [block(1000 + turn, SIZE)]
+                )
+            except KVStoreError:
+                pass
+            stop.join()
+            os.kill(roomy.pid, signal.SIGSTOP)
+            guards = []
+            for n in range(3):
+                # Whatever memory the client gives now must be its own.
+                try:
+                    with hasty.staging(4 * MIB) as staging:
+                        staging.view[:] = bytes([n + 1]) * (4 * MIB)
+                        guards.append((n + 1, bytes(staging.view[:64])))
+                        os.kill(roomy.pid, signal.SIGCONT)
+                        time.sleep(0.3)
+                        assert bytes(staging.view) == bytes([n + 1]) * (4 * MIB)
+                except KVStoreError:
+                    pass
+            os.kill(roomy.pid, signal.SIGCONT)
+    with Client(str(roomy.socket)) as client:
+        for n, found in enumerate(client.get_many(names)):
+            assert found == block(n, SIZE)
+        for turn in range(4):
+            found = client.get(key(1000 + turn))
+            assert found is None or found == block(1000 + turn, SIZE)
+
+
+def test_a_client_that_scribbles_hurts_only_itself(roomy: Daemon) -> None:
+    """Its region changes all the time: what the store keeps is what it hashed, and stays whole."""
+    with Client(str(roomy.socket)) as client, Client(str(roomy.socket)) as honest:
+        assert not honest.put_many(
+            [key(n) for n in range(32)], [block(n, SIZE) for n in range(32)]
+        ).any()
+        stop = threading.Event()
+        with client.staging(16 * MIB) as staging:
+            slots = staging.slots([SIZE] * 16)
+
+            def scribble() -> None:
+                rng = np.random.default_rng(0)
+                while not stop.is_set():
+                    slots[int(rng.integers(16))][int(rng.integers(SIZE))] = int(rng.integers(256))
+
+            scribbler = threading.Thread(target=scribble)
+            scribbler.start()
+            try:
+                for turn in range(60):
+                    names = [key(10_000 + 16 * turn + n) for n in range(16)]
+                    client.put_staged(names, staging)
+                    client.get_staged([key(n) for n in range(16)], staging)
+            finally:
+                stop.set()
+                scribbler.join()
+        for n, found in enumerate(honest.get_many([key(n) for n in range(32)])):
+            assert found == block(n, SIZE)
+    status = roomy.status()
+    assert status["corrupt_blocks"] == status["stale_blocks"] == status["memory_errors"] == 0
+    assert not list((roomy.store / "quarantine").iterdir())
+
+
+def test_accepted_blocks_survive_sigterm(roomy: Daemon) -> None:
+    names = [key(n) for n in range(5000)]
+    with Client(str(roomy.socket)) as client:
+        for start in range(0, 5000, 250):
+            part = range(start, start + 250)
+            statuses = client.put_many(names[start : start + 250], [block(n, 9000) for n in part])
+            assert not statuses.any()
+    assert roomy.stop() == 0
+    roomy.start()
+    with Client(str(roomy.socket)) as client:
+        assert client.contains(names).all()
+        for n in range(0, 5000, 97):
+            assert client.get(names[n]) == block(n, 9000)
+
+
+def test_a_lease_outlives_a_full_store(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path, ("--capacity", "128MiB", "--memory", "64MiB", "--min-free", "0"))
+    try:
+        daemon.start()
+        with Client(str(daemon.socket)) as client:
+            names = [key(n) for n in range(8)]
+            client.put_many(names, [block(n, MIB) for n in range(8)], ack="written")
+            assert client.contains(names, lease=8.0).all()
+            for start in range(100, 300, 20):
+                part = range(start, start + 20)
+                client.put_many(
+                    [key(n) for n in part], [block(n, MIB) for n in part], ack="written"
+                )
+            assert not client.contains([key(100)]).any()
+            assert client.get_many(names) == [block(n, MIB) for n in range(8)]
+    finally:
+        if daemon.process is not None:
+            daemon.process.kill()
+            daemon.process.wait()
+
+
+def test_a_stream_that_is_left_frees_every_reference(roomy: Daemon) -> None:
+    names = [key(n) for n in range(64)]
+    with Client(str(roomy.socket)) as client:
+        client.put_many(names, [block(n, MIB) for n in range(64)], ack="written")
+        for taken in (0, 1, 5):
+            stream = client.stream_get(names)
+            for _ in range(taken):
+                next(stream)
+            stream.close()
+        assert client.delete(names) == 64
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        status = roomy.status()
+        if status["live_bytes"] == 0 and not list((roomy.store / "blocks").rglob("*.kvb")):
+            break
+        time.sleep(0.2)
+    assert not list((roomy.store / "blocks").rglob("*.kvb"))
+
+
+CROWD = """
+import sys
+sys.path.insert(0, sys.argv[3])
+from kvstore.client import Client
+from kvstore.errors import KVStoreError
+from tests.stores import block, key
+number = int(sys.argv[2])
+data = block(number, 256 << 10)
+names = [key(1000 * number + n) for n in range(64)]
+with Client(sys.argv[1], timeout=60) as client:
+    print("ready", flush=True)
+    sys.stdin.readline()
+    for _ in range(3):
+        client.put_many(names, [data] * 64)
+        for found in client.get_many(names):
+            assert found is None or bytes(found) == data, "wrong bytes"
+print("done", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_crowd_of_clients_stays_within_memory(roomy: Daemon, tmp_path: Path) -> None:
+    """Many clients with batches of 64 x 256 KiB at once, some killed in the middle."""
+    root = str(__import__("pathlib").Path(__file__).resolve().parent.parent)
+    crowd = [
+        subprocess.Popen(
+            [sys.executable, "-c", CROWD, str(roomy.socket), str(n), root],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        for n in range(24)
+    ]
+    try:
+        for one in crowd:
+            assert one.stdout is not None
+            assert one.stdout.readline() == b"ready\n"
+        before = anonymous_bytes(roomy.pid)
+        for one in crowd:
+            assert one.stdin is not None
+            one.stdin.write(b"\n")
+            one.stdin.flush()
+        time.sleep(0.5)
+        for one in crowd[::4]:
+            one.kill()
+        peak = before
+        while any(one.poll() is None for one in crowd):
+            peak = max(peak, anonymous_bytes(roomy.pid))
+            time.sleep(0.1)
+        # 256 MiB of tier and 128 MiB of bounce slab are its bound.
+        assert peak < (256 + 128 + 256) * MIB
+        assert all(one.returncode == 0 for n, one in enumerate(crowd) if n % 4)
+    finally:
+        for one in crowd:
+            one.kill()
+            one.wait()
+            for pipe in (one.stdin, one.stdout):
+                if pipe is not None:
+                    pipe.close()
+    with Client(str(roomy.socket)) as client:
+        assert client.put(key(1), b"x") == "stored"
+    assert len(os.listdir(f"/proc/{roomy.pid}/fd")) < 60
+    assert roomy.stop() == 0
+
+
+def test_puts_after_the_end_are_refused(roomy: Daemon) -> None:
+    with Client(str(roomy.socket), timeout=2) as client:
+        client.put(key(1), b"x")
+        roomy.stop()
+        with pytest.raises(DaemonUnavailable):
+            client.put(key(2), b"y")
+        assert BlockStatus.OK == 0
