@@ -115,7 +115,7 @@ class Exchange:
         while not self._last:
             header = bytearray(protocol.HEADER_BYTES)
             self._fill(memoryview(header))
-            reply = protocol.unpack(header)
+            reply = protocol.unpack(header, reply=True)
             self._expected = reply.meta_bytes + reply.payload_bytes
             self._last = not reply.flags & Flag.MORE
             if reply.flags & Flag.ERROR:

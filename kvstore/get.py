@@ -124,10 +124,17 @@ class Get(Job):
     def _discard(self, bad: np.ndarray) -> None:
         """Drop what is not there or not whole; a failed read drops nothing."""
         core = self._core
-        core.counters.read_errors += int((self._reads == Status.FAILED).sum())
+        failed = (self._reads == Status.FAILED) | (self._reads == Status.UNREADABLE)
+        core.counters.read_errors += int(failed.sum())
+        if core.suspects:
+            core.clear(self._rows[~bad], self._blocks.generations[~bad])
         rows, generations = self._rows, self._blocks.generations
         missing = bad & (self._reads == Status.MISSING)
-        read = bad & (self._reads != Status.MISSING) & (self._reads != Status.FAILED)
+        read = bad & ((self._reads == Status.OK) | (self._reads == Status.DAMAGED))
+        unreadable = self._reads == Status.UNREADABLE
+        again = unreadable.copy()
+        again[unreadable] = core.suspect(rows[unreadable], generations[unreadable])
+        read |= again
         stale = read & (self._verdicts == Verdict.STALE)
         discard(core, rows[missing], generations[missing], "missing")
         discard(core, rows[stale], generations[stale], "stale")

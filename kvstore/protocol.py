@@ -115,7 +115,7 @@ class Frame:
         )
 
 
-def unpack(buffer: bytes | bytearray | memoryview) -> Frame:
+def unpack(buffer: bytes | bytearray | memoryview, *, reply: bool = False) -> Frame:
     """Decode and bound a header. Raises ProtocolError before anything is allocated for it."""
     meta, op, flags, handle, request, shard, key_length, ack, count, deadline, payload = (
         HEADER.unpack(buffer)
@@ -125,7 +125,7 @@ def unpack(buffer: bytes | bytearray | memoryview) -> Frame:
             f"a frame of {count} keys, {meta} bytes of metadata and {payload} of payload",
             f"send at most {MAX_KEYS} keys, {MAX_META_BYTES} and {MAX_PAYLOAD_BYTES} bytes",
         )
-    if op == Op.ADMIN and meta > MAX_ADMIN_BYTES:
+    if op == Op.ADMIN and meta > MAX_ADMIN_BYTES and not reply:
         raise errors.ProtocolError(
             f"an administrative request of {meta} bytes", f"send at most {MAX_ADMIN_BYTES}"
         )
