@@ -31,9 +31,15 @@ _MANIFEST_SHARE = 8
 """The manifest alone may take this fraction (1/n) of the limit beyond it."""
 
 
-def is_whole(engine: Engine, store: bytes, one: Blocks) -> bool:
-    """Read one record, apart from everything else, and tell whether it is what it should be."""
+def examine(engine: Engine, store: bytes, one: Blocks) -> str:
+    """Read one record, apart from everything else, and tell what it is.
+
+    Returns ``whole``, ``missing``, ``damaged`` or ``unknown``: what could not be read for another
+    reason may be whole, and must not be dropped for it.
+    """
     image, status = _read_alone(engine, one)
+    if status not in (Status.OK, Status.DAMAGED):
+        return "missing" if status == Status.MISSING else "unknown"
     verdict, _, _ = record.judge(
         image,
         len(image),
@@ -44,7 +50,7 @@ def is_whole(engine: Engine, store: bytes, one: Blocks) -> bool:
         generation=int(one.generations[0]),
         length=int(one.lengths[0]),
     )
-    return status == Status.OK and verdict == record.Verdict.OK
+    return "whole" if (status, verdict) == (Status.OK, record.Verdict.OK) else "damaged"
 
 
 def _read_alone(engine: Engine, one: Blocks) -> tuple[memoryview, Status]:
@@ -96,7 +102,7 @@ class Quarantine:
         path = self.directory / name
         try:
             # Nothing that is there already is written into, whoever put it there.
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            descriptor = files.open_to_write(path, os.O_EXCL)
         except OSError as error:
             log.warning("cannot make %s: %s", path, error)
             return False
@@ -127,8 +133,7 @@ class Quarantine:
         text = json.dumps(line).encode() + b"\n"
         if self.bytes + len(text) > self.limit + self.limit // _MANIFEST_SHARE:
             return
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(self.directory / MANIFEST, flags, 0o600)
+        descriptor = files.open_to_write(self.directory / MANIFEST, os.O_APPEND)
         try:
             os.write(descriptor, text)
         finally:

@@ -139,6 +139,8 @@ class Connection:
 
     async def _end(self) -> None:
         """Let go of everything, regions after the last access of the last request."""
+        # A task that is cancelled before its first step never runs, and would release nothing.
+        await asyncio.sleep(0)
         for request in self._under_way.values():
             request.cancel()
         self._wire.hang_up()

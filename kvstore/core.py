@@ -13,9 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.errors import InvalidKey, KVStoreError
 from kvstore.index import DIRTY, DISK, DURABLE, GHOST, MEM, Index
+from kvstore.layout import INCOMING, NAMESPACES, directory_bytes
 from kvstore.metrics import Counters
 from kvstore.space import Space, Usage
 
@@ -47,6 +49,8 @@ log = logging.getLogger(__name__)
 STORED = 1
 REMOVED = 2
 """Kinds of events, as on the wire."""
+SUSPICION_SECONDS = 10.0
+MAX_SUSPECTS = 65_536
 MAX_ANCESTORS = 4096
 """Ancestors that one use touches at most: a bound on the owner thread's time."""
 
@@ -122,6 +126,8 @@ class Core:
     """Why engine and filesystem could not be asked for figures the last time."""
     scan: Reconcile | None = None
     """The comparison of index and engine that is under way."""
+    suspects: dict[tuple[int, int], float] = field(default_factory=dict)
+    """Versions (row, generation) that could not be read, and since when."""
     scan_due: bool = False
     """Index and engine have not been compared to the end although they should be."""
     leftovers: Records | None = None
@@ -296,18 +302,40 @@ class Core:
     def waiting_removals(self) -> list[Removal]:
         return [held.removal for held in self._held.values()]
 
+    def suspect(self, rows: U32, generations: U64) -> npt.NDArray[np.bool_]:
+        """Note rows that could not be read; return which of them could not be read before either.
+
+        A device that fails for a moment must not cost the blocks on it; one that goes on failing
+        must not keep their keys from being put again.
+        """
+        now = time.monotonic()
+        again = np.zeros(len(rows), np.bool_)
+        for number, version in enumerate(zip(rows.tolist(), generations.tolist(), strict=True)):
+            first = self.suspects.get(version)
+            if first is None and len(self.suspects) < MAX_SUSPECTS:
+                self.suspects[version] = now
+            again[number] = first is not None and now - first >= SUSPICION_SECONDS
+        return again
+
+    def clear(self, rows: U32, generations: U64) -> None:
+        """Note that rows could be read."""
+        for version in zip(rows.tolist(), generations.tolist(), strict=True):
+            self.suspects.pop(version, None)
+
     # -- space ------------------------------------------------------------------------------------
 
     def usage(self) -> Usage:
         """Return what is on the disk now, as far as it was measured and counted since."""
         measured = self._figures()
         written = self.index.live_bytes + self.coming + self.going - measured.records
+        stuck = sum(removal.bytes for removal in self.stuck)
         usage = Usage(
             live=self.index.live_bytes,
             coming=self.coming,
-            going=self.going,
+            going=self.going - stuck,
             overhead=measured.overhead,
             free=measured.free - max(0, written),
+            stuck=stuck,
         )
         self.space.observe(usage)
         return usage
@@ -332,7 +360,9 @@ class Core:
             + self.journal.physical_bytes
             + self.journal_bytes_before
             + self.checkpoint_bytes
-            + self.quarantine.bytes,
+            + self.quarantine.bytes
+            + directory_bytes(self.path / NAMESPACES)
+            + directory_bytes(self.path / INCOMING),
         )
 
     def take(self, measured: Measured) -> None:

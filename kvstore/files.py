@@ -71,6 +71,19 @@ def read_regular(path: Path, limit: int) -> bytes:
     return data
 
 
+def open_to_write(path: Path, flags: int) -> int:
+    """Open a regular file for writing, made if need be; raises OSError for anything else there.
+
+    Nothing is followed, and a pipe of that name cannot make us wait.
+    """
+    flags |= os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, FILE_MODE)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return descriptor
+
+
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
     """Write everything at the current position; a full disk raises instead of cutting short."""
     view = memoryview(data)

@@ -194,7 +194,10 @@ class Get(Job):
         core.counters.misses += self.count - len(kept)
         core.counters.read_bytes += int(self._sizes[good].sum())
         if not self._cancelled:
-            core.counters.read_errors += int((self._reads == Status.FAILED).sum())
+            failed = (self._reads == Status.FAILED) | (self._reads == Status.UNREADABLE)
+            core.counters.read_errors += int(failed.sum())
+            if core.suspects:
+                core.clear(self._rows[good], self._generations[good])
             if self.failure is None:
                 self._discard(~good)
 
@@ -217,7 +220,11 @@ class Get(Job):
         core, reads = self._core, self._reads
         rows, generations = self._rows, self._generations
         missing = bad & (reads == Status.MISSING)
-        read = bad & (reads != Status.MISSING) & (reads != Status.FAILED)
+        read = bad & ((reads == Status.OK) | (reads == Status.DAMAGED))
+        unreadable = reads == Status.UNREADABLE
+        again = unreadable.copy()
+        again[unreadable] = core.suspect(rows[unreadable], generations[unreadable])
+        read |= again
         # Bits that flipped in memory say nothing about the disk: only the copy goes.
         flipped = read & self._in_memory & ((core.index.flags[rows] & DISK) != 0)
         core.forget_copies(rows[flipped], generations[flipped])

@@ -215,7 +215,10 @@ class Journal:
     @property
     def physical_bytes(self) -> int:
         """What the file takes on the device, as ``du`` counts it."""
-        return os.fstat(self._descriptor).st_blocks * 512 if self._descriptor >= 0 else 0
+        with self._append_lock:
+            if self._descriptor < 0:
+                return 0
+            return os.fstat(self._descriptor).st_blocks * 512
 
     # -- writing ----------------------------------------------------------------------------------
 

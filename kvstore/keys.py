@@ -48,7 +48,12 @@ def canonical(record: NamespaceRecord) -> bytes:
     """
     _check_plain(record, "namespace")
     text = json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    encoded = text.encode()
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError:
+        raise InvalidKey(
+            "the namespace record holds text that is not Unicode", "use valid strings"
+        ) from None
     if len(encoded) > MAX_NAMESPACE_RECORD_BYTES:
         raise InvalidKey(
             f"the namespace record has {len(encoded)} bytes",

@@ -331,11 +331,32 @@ def _check_empty(path: Path) -> None:
     names = set(os.listdir(path)) - {_LOST_AND_FOUND}
     if STORE_FILE in names:
         raise StoreExists(f"there is already a store at {path}", "open it, or choose another place")
+    if names and _is_unfinished(path, names):
+        # A creation was interrupted before STORE.json, which makes it a store: begin anew.
+        for part in (BLOCKS, NAMESPACES, INCOMING, QUARANTINE):
+            shutil.rmtree(path / part, ignore_errors=True)
+        for name in (LOCK, STORE_FILE + files.TEMPORARY):
+            (path / name).unlink(missing_ok=True)
+        return
     if names:
         raise StoreExists(
             f"{path} is a directory that is not ours: it holds {min(names)!r}",
             "choose an empty directory; if a creation was interrupted here, remove what it left",
         )
+
+
+def _is_unfinished(path: Path, names: set[str]) -> bool:
+    """Tell whether all that lies in ``path`` is what a creation makes before the store exists."""
+    parts = {BLOCKS, NAMESPACES, INCOMING, QUARANTINE}
+    if names - parts - {LOCK, STORE_FILE + files.TEMPORARY} or not parts <= names:
+        return False
+    if any((path / part).is_symlink() or not (path / part).is_dir() for part in parts):
+        return False
+    inside = {entry.relative_to(path / BLOCKS).as_posix() for entry in (path / BLOCKS).rglob("*")}
+    first = "journal.0000000000000001"
+    return inside <= {"tmp", first, first + files.TEMPORARY} and not any(
+        any((path / part).iterdir()) for part in (INCOMING, QUARANTINE)
+    )
 
 
 def unmake(path: Path, made: list[Path]) -> None:

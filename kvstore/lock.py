@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 from pathlib import Path
@@ -14,17 +13,19 @@ _COMMAND_LENGTH = 120
 
 
 class Lock:
-    """An flock on STORE/lock.
+    """An flock on the store's directory, signed in STORE/lock.
 
-    The kernel lets go of it with the process, however that ends, so nothing is ever stale. The text
+    The kernel lets go of it with the process, however that ends, so nothing is ever stale. It is on
+    the directory itself, since a file in it can be removed and made anew under the holder. The text
     in the file (process id and command) is only for messages and never decides anything. The
-    descriptor is closed on exec: children that are spawned do not hold the lock.
+    descriptors are closed on exec: children that are spawned do not hold the lock.
     """
 
     def __init__(self, store: Path) -> None:
         self._store = store
         self._path = store / "lock"
         self._descriptor = -1
+        self._text = -1
         self._exclusive = False
 
     def acquire(self, exclusive: bool) -> None:
@@ -36,7 +37,8 @@ class Lock:
         if self._descriptor >= 0:
             raise StoreLocked(f"this process already holds the lock of {self._store}", "release it")
         try:
-            self._descriptor = self._open(exclusive)
+            self._descriptor = self._open()
+            self._text = self._open_text(exclusive)
             self._take(exclusive)
         except OSError as error:
             self.release()
@@ -51,25 +53,26 @@ class Lock:
             return
         if self._exclusive:
             self._write_text(b"")
+        if self._text >= 0:
+            os.close(self._text)
         os.close(self._descriptor)
-        self._descriptor, self._exclusive = -1, False
+        self._descriptor, self._text, self._exclusive = -1, -1, False
 
-    def _open(self, exclusive: bool) -> int:
-        flags = os.O_NOFOLLOW | os.O_NONBLOCK
+    def _open(self) -> int:
         try:
-            if not exclusive:
-                try:
-                    return os.open(self._path, os.O_RDONLY | flags)
-                except FileNotFoundError:
-                    pass
-            return os.open(self._path, os.O_RDWR | os.O_CREAT | flags, files.FILE_MODE)
+            return os.open(self._store, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
             raise StoreNotFound(f"there is no store at {self._store}", "check the path") from None
-        except OSError as error:
-            if error.errno == errno.EROFS and not exclusive:
-                # Nobody can ever have opened this store for writing on this mount.
-                return os.open(self._store, os.O_RDONLY | os.O_DIRECTORY)
-            raise
+
+    def _open_text(self, exclusive: bool) -> int:
+        """Open the file that says who we are; -1 for readers where there is none."""
+        flags = os.O_NOFOLLOW | os.O_NONBLOCK
+        if exclusive:
+            return os.open(self._path, os.O_RDWR | os.O_CREAT | flags, files.FILE_MODE)
+        try:
+            return os.open(self._path, os.O_RDONLY | flags)
+        except FileNotFoundError:
+            return -1
 
     def _take(self, exclusive: bool) -> None:
         mode = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
@@ -88,7 +91,7 @@ class Lock:
         pid = _flock_holder(os.fstat(self._descriptor))
         if pid:
             return f"process {pid} ({_command(pid) or 'command unknown'})"
-        text = os.pread(self._descriptor, 4 * _COMMAND_LENGTH, 0)
+        text = os.pread(self._text, 4 * _COMMAND_LENGTH, 0) if self._text >= 0 else b""
         signed, _, command = _plain(text).partition(" ")
         return f"process {signed} ({command})" if signed.isdigit() else "another process"
 
@@ -98,8 +101,8 @@ class Lock:
 
     def _write_text(self, text: bytes) -> None:
         try:
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, text, 0)
+            os.ftruncate(self._text, 0)
+            os.pwrite(self._text, text, 0)
         except OSError:
             # A full disk must not keep anyone from opening the store; the text is only a courtesy.
             return

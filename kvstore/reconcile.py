@@ -15,7 +15,7 @@ import numpy as np
 
 from kvstore import events, versions
 from kvstore.backends.base import Blocks, Scanned
-from kvstore.check import is_whole
+from kvstore.check import examine
 from kvstore.index import DISK, GHOST, NONE, WRITING
 from kvstore.job import Step
 from kvstore.keys import space_number
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from kvstore.backends.base import U32, U64
     from kvstore.core import Core
+    from kvstore.errors import KVStoreError
 
 log = logging.getLogger(__name__)
 
@@ -68,10 +69,26 @@ class Reconcile:
             elif step.failure is None:
                 after()
             else:
-                self._core.problems.append(f"the scan of the store failed: {step.failure}")
-                self._core.scan = None
+                self._fail(step.failure)
 
         self._core.queue(Step(act, finished))
+
+    def _fail(self, failure: KVStoreError) -> None:
+        """Take no writes over records that nobody knows of, and try again later."""
+        core, given_up, done = self._core, np.concatenate(self._given_up), self._done
+        core.scan = None
+        core.stop_writes(f"the scan of the store failed: {failure.message}")
+
+        def again() -> None:
+            if core.scan is None:
+                core.retry = None
+                Reconcile(core, given_up, finished)
+
+        def finished() -> None:
+            core.read_only = ""
+            done()
+
+        core.retry = again
 
     def _read(self) -> None:
         self._batch = next(self._scan, None)
@@ -188,14 +205,16 @@ class Reconcile:
         def look() -> None:
             engine, uuid = self._core.engine, self._core.uuid
             for part, blocks in groups:
-                there = engine.contains_many(blocks)
-                bad = [
-                    number
-                    for number in np.flatnonzero(there).tolist()
-                    if not is_whole(engine, uuid, blocks.take(slice(number, number + 1)))
-                ]
-                found.append((part[~there], blocks.generations[~there], "missing"))
-                found.append((part[bad], blocks.generations[bad], "damaged"))
+                seen = np.array(
+                    [
+                        examine(engine, uuid, blocks.take(slice(number, number + 1)))
+                        for number in range(len(blocks))
+                    ]
+                )
+                found.extend(
+                    (part[seen == kind], blocks.generations[seen == kind], kind)
+                    for kind in ("missing", "damaged")
+                )
 
         def drop() -> None:
             for part, generations, kind in found:

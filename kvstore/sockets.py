@@ -62,6 +62,8 @@ def _clear(path: Path) -> None:
     if not stat.S_ISSOCK(mode):
         raise ConfigError(f"{path} is in the way of the socket", "remove it or choose another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        # A stopped daemon whose backlog is full would keep us here for ever.
+        probe.settimeout(1.0)
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:

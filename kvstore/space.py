@@ -50,8 +50,9 @@ class Usage:
     """What is on the disk now, in bytes.
 
     ``live``: records that rows point at. ``coming``: records being written. ``going``: records on
-    their way out, still on the disk. ``overhead``: journal, checkpoint, directories, quarantine.
-    ``free``: what the filesystem has left for us (f_bavail).
+    their way out, still on the disk. ``stuck``: those that could not be deleted. ``overhead``:
+    journal, checkpoint, directories, quarantine. ``free``: what the filesystem has left for us
+    (f_bavail).
     """
 
     live: int
@@ -59,10 +60,16 @@ class Usage:
     going: int
     overhead: int
     free: int
+    stuck: int = 0
 
     @property
     def physical(self) -> int:
-        return self.live + self.coming + self.going + self.overhead
+        return self.live + self.coming + self.going + self.stuck + self.overhead
+
+    @property
+    def taken(self) -> int:
+        """What records take or will take and nobody is about to free."""
+        return self.live + self.coming + self.stuck
 
 
 class Space:
@@ -116,7 +123,7 @@ class Space:
         made smaller, a put does not make it grow, and the rest leaves in the background. At the
         floor new blocks go into recycled space only: as much leaves as comes in.
         """
-        wanted = usage.live + usage.coming + need - self.high(usage.overhead)
+        wanted = usage.taken + need - self.high(usage.overhead)
         wanted = max(wanted, usage.physical + need - self.capacity - usage.going)
         wanted = min(wanted, need)
         if need and usage.free - need < self.floor:
@@ -127,13 +134,19 @@ class Space:
 
     def above_low(self, usage: Usage) -> int:
         """Return the bytes that must leave until the low watermark is reached."""
-        return max(0, usage.live + usage.coming - self.low(usage.overhead))
+        return max(0, usage.taken - self.low(usage.overhead)) if not usage.stuck else 0
 
     def allows(self, usage: Usage, need: int, evicted: int) -> bool:
         """Tell whether ``need`` bytes may be written once ``evicted`` bytes have left."""
+        if usage.stuck and usage.taken + need > self.high(usage.overhead):
+            # What leaves the index does not leave the disk: evicting more would help nobody.
+            return False
+        if self.at_floor and usage.free < need and need > self._may_give(usage):
+            # The disk is full to the last byte: somebody takes what we free before we can use it.
+            return False
         if evicted >= need:
             return True
-        after = usage.live + usage.coming + need - evicted
+        after = usage.taken + need - evicted
         return after <= self.high(usage.overhead) and not self.at_floor
 
     def floor_surplus(self, usage: Usage) -> int:

@@ -266,6 +266,10 @@ class Store:
             found.append(f"read-only: {core.read_only}")
         if core.trouble:
             found.append(f"the store cannot be looked at: {core.trouble}")
+        if core.stuck:
+            found.append(f"{sum(one.count for one in core.stuck)} blocks cannot be deleted")
+        if core.suspects:
+            found.append(f"{len(core.suspects)} blocks could not be read lately")
         if core.space.at_floor:
             found.append("free space of the filesystem is below the floor (min_free)")
         if core.counters.corrupt_blocks:

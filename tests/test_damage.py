@@ -14,10 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore import record
+from kvstore import core, record
 from kvstore.answers import BlockStatus
+from kvstore.backends.base import Status
 from kvstore.client import Client
 from kvstore.keys import key_array
+from kvstore.testing import Fault, FaultyEngine
 from tests.command import Daemon
 from tests.damage import (
     HEADER_BYTES,
@@ -423,3 +425,21 @@ def _check_quarantine(daemon: Daemon, damaged: set[str]) -> None:
     lines = manifest(daemon.store)
     assert Counter(str(line["key"]) for line in lines) == Counter(damaged)
     assert {line["file"] for line in lines} == {path.name for path in copies(daemon.store)}
+
+
+def test_a_device_that_fails_for_a_moment_costs_no_block(
+    local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_family(local, 5000)
+    fault = Fault("get_many_into", status=Status.UNREADABLE, times=3)
+    local.core.engine = FaultyEngine(local.core.engine, [fault])
+    local.core.engine.is_open = True
+    assert local.get([VICTIM]) == [None]
+    assert local.get([VICTIM]) == [None]
+    assert local.contains([VICTIM]) == [True]
+    assert "could not be read" in str(local.store.status()["problems"])
+    monkeypatch.setattr(core, "SUSPICION_SECONDS", 0.0)
+    assert local.get([VICTIM]) == [None]
+    assert local.contains([VICTIM]) == [False], "it went on failing: let the key be put again"
+    assert local.put([VICTIM], [block(1, 5000)]) == [OK]
+    assert local.get([VICTIM]) == [block(1, 5000)]

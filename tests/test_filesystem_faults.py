@@ -318,7 +318,7 @@ def test_a_disk_that_goes_away(tmp_path: Path) -> None:
         assert engine.failed
         assert put_statuses(engine, make_blocks([key_of(3)])) == [Status.FAILED]
         read = engine.get_many_into(blocks, full_images(blocks))
-        assert read.statuses.tolist() == [Status.DAMAGED]
+        assert read.statuses.tolist() == [Status.UNREADABLE]
         engine.close()
         engine.open()
         assert put_statuses(engine, make_blocks([key_of(3)])) == [Status.FAILED]

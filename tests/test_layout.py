@@ -462,3 +462,27 @@ def test_a_full_filesystem_says_so_with_the_path(tmp_path: Path) -> None:
         with pytest.raises(StoreFull, match=r"STORE\.json"):
             layout.write(point / "store", replace(RECORD, opens=18))
         assert set(snapshot(point / "store")) == set(before)
+
+
+def test_a_creation_that_was_interrupted_is_begun_anew(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    layout.create_directories(store)
+    (store / "blocks" / "tmp").mkdir()
+    (store / "blocks" / "journal.0000000000000001").write_bytes(b"x" * 128)
+    (store / "namespaces" / f"{'ab' * 16}.json").write_text("{}")
+    assert layout.create_directories(store)
+    assert sorted(p.name for p in store.iterdir()) == sorted(
+        ["blocks", "incoming", "namespaces", "quarantine"]
+    )
+    assert not any((store / "blocks").iterdir())
+
+
+def test_a_store_without_its_record_is_not_taken_for_an_interrupted_creation(
+    tmp_path: Path,
+) -> None:
+    layout.create_directories(tmp_path / "store")
+    block = tmp_path / "store" / "blocks" / "data.mdb"
+    block.write_bytes(b"precious")
+    with pytest.raises(StoreExists):
+        layout.create_directories(tmp_path / "store")
+    assert block.read_bytes() == b"precious"

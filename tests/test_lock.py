@@ -150,7 +150,7 @@ def test_a_refused_lock_gives_its_descriptor_back(tmp_path: Path) -> None:
             refused.acquire(exclusive)
         assert len(os.listdir("/proc/self/fd")) == before
     holder.release()
-    assert len(os.listdir("/proc/self/fd")) == before - 1
+    assert len(os.listdir("/proc/self/fd")) == before - 2
     refused.acquire(exclusive=True)
     refused.release()
 
@@ -214,3 +214,12 @@ def test_a_read_only_mount_can_be_locked_shared(file_is_there: bool, tmp_path: P
         second.release()
         with pytest.raises(ReadOnly, match="Read-only"):
             Lock(point).acquire(exclusive=True)
+
+
+def test_removing_the_file_lets_nobody_in(tmp_path: Path) -> None:
+    holder = Lock(tmp_path)
+    holder.acquire(exclusive=True)
+    (tmp_path / "lock").unlink()
+    with pytest.raises(StoreLocked, match=str(os.getpid())):
+        Lock(tmp_path).acquire(exclusive=True)
+    holder.release()

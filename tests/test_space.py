@@ -176,3 +176,18 @@ def test_bytes_on_their_way_out_are_not_evicted_for_twice() -> None:
     limits = space(floor=10 * MIB)
     limits.observe(usage(50 * MIB, free=4 * MIB))
     assert limits.floor_surplus(usage(44 * MIB, going=6 * MIB, free=4 * MIB)) == 0
+
+
+def test_what_cannot_be_deleted_counts_and_nothing_is_evicted_for_it() -> None:
+    stuck = Usage(60 * MIB, 0, 0, 0, 100 * GIB, stuck=36 * MIB)
+    assert not space().allows(stuck, MIB, evicted=MIB)
+    assert space().above_low(stuck) == 0
+    assert space().allows(Usage(50 * MIB, 0, 0, 0, 100 * GIB, stuck=36 * MIB), MIB, evicted=0)
+
+
+def test_a_disk_that_somebody_else_fills_to_the_last_byte_keeps_half() -> None:
+    limits = space(floor=10 * MIB)
+    limits.observe(usage(50 * MIB, free=0))
+    assert limits.allows(usage(50 * MIB, free=0), MIB, evicted=MIB)
+    assert not limits.allows(usage(25 * MIB, free=0), MIB, evicted=MIB)
+    assert limits.allows(usage(25 * MIB, free=9 * MIB), MIB, evicted=MIB), "room to write first"

@@ -50,6 +50,8 @@ class Status(IntEnum):
     """Something is there, but no whole record could be read (short, unreadable, not a file)."""
     FULL = 3
     """No space on the device, or over a quota."""
+    UNREADABLE = 5
+    """The device refuses to read it, perhaps only for now."""
     FAILED = 4
     """The operating system or the library failed; the log has the details."""
 

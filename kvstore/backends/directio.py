@@ -154,7 +154,9 @@ def read_status(error: OSError) -> Status:
     """Return what a failed open or read says about the record."""
     if error.errno == errno.ENOENT:
         return Status.MISSING
-    return Status.DAMAGED if error.errno in STRANGE | BROKEN else Status.FAILED
+    if error.errno in BROKEN:
+        return Status.UNREADABLE
+    return Status.DAMAGED if error.errno in STRANGE else Status.FAILED
 
 
 def write_status(error: OSError) -> Status:

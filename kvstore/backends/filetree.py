@@ -177,7 +177,7 @@ def _listing(folders: Folders, path: tuple[str, ...]) -> Iterator[os.DirEntry[st
         status = read_status(error)
         if status == Status.FAILED:
             raise EngineError(f"directory {where} cannot be read: {error.strerror}") from error
-        if status == Status.DAMAGED:
+        if status in (Status.DAMAGED, Status.UNREADABLE):
             yield Finding("unreadable", where, f"cannot be listed: {error.strerror}")
 
 
