@@ -24,7 +24,7 @@ from kvstore.requests import U8, U32, U64, Found, PutOptions, Rows, Scope
 from kvstore.session import RETRY_SECONDS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 
     from typing_extensions import Unpack
 
@@ -160,10 +160,11 @@ class Operations(Questions):
         call, options = self._put_call(**how)
         names = key_array(keys)
         views = requests.payloads(names, blocks)
-        answers = np.zeros(len(names), np.uint8)
-        for part in requests.parts([len(view) for view in views]):
-            answers[part] = await self._put_part(call, names, part, views[part], options)
-        return answers
+
+        async def put(part: slice) -> U8:
+            return await self._put_part(call, names, part, views[part], options)
+
+        return await self._put_parts([len(view) for view in views], options, put)
 
     put_from = put_many
     """The same; the counterpart of :meth:`get_into`."""
@@ -177,9 +178,26 @@ class Operations(Questions):
         self._refuse_if_lost()
         rows = staging.rows(len(names))
         requests.payloads(names, rows.views())
-        answers = np.zeros(len(names), np.uint8)
-        for part in requests.parts(rows.lengths.tolist()):
-            answers[part] = await self._put_rows(call, names, part, rows.take(part), options)
+
+        async def put(part: slice) -> U8:
+            return await self._put_rows(call, names, part, rows.take(part), options)
+
+        return await self._put_parts(rows.lengths.tolist(), options, put)
+
+    @staticmethod
+    async def _put_parts(
+        lengths: list[int], options: PutOptions, put: Callable[[slice], Awaitable[U8]]
+    ) -> U8:
+        """Put a batch part by part; return all answers."""
+        answers = np.zeros(len(lengths), np.uint8)
+        for part in requests.parts(lengths):
+            before = answers[: part.start]
+            if options.chain and (before > BlockStatus.ALREADY_PRESENT).any():
+                # What follows a block that is not there could never be reached: it would only push
+                # out the beginning of its own chain.
+                answers[part] = before.max()
+            else:
+                answers[part] = await put(part)
         return answers
 
     def _refuse_if_lost(self) -> None:

@@ -149,6 +149,28 @@ def test_batches_larger_than_a_request_are_cut(daemon: FakeDaemon, client: Clien
     assert whole(client.get_many(names)) == blocks
 
 
+@pytest.mark.parametrize("chain", [True, False])
+def test_a_chain_is_put_no_further_than_its_first_gap(
+    daemon: FakeDaemon, client: Client, chain: bool
+) -> None:
+    names, blocks = many(70, MIB)
+
+    def script(asked: Asked) -> bool:
+        if asked.frame.op != Op.PUT or len(daemon.of(Op.PUT)) != 2:
+            return False
+        asked.answer(bytes(asked.frame.count - 1) + bytes([BlockStatus.FULL]))
+        return True
+
+    daemon.script = script
+    statuses = client.put_many(names, blocks, chain=chain)
+    asked = daemon.of(Op.PUT)
+    assert len(asked) == (2 if chain else 3)
+    gap = sum(one.frame.count for one in asked[:2]) - 1
+    assert np.flatnonzero(statuses == BlockStatus.FULL).tolist() == (
+        list(range(gap, 70)) if chain else [gap]
+    )
+
+
 def test_blocks_of_unexpected_length_are_asked_for_again(client: Client) -> None:
     client.put(key(0), b"tiny")
     assert client.get(key(0)) == b"tiny"
