@@ -152,7 +152,9 @@ def test_a_write_that_hits_the_end_of_the_disk(
     """The disk is full although it had room a moment ago: full is answered, nothing is left."""
     with mounted(tmp_path, "ext4", image_mib=300) as mount:
         local = Local(mount / "store", capacity=250 * MIB)
-        local.put([key(n) for n in range(8)], [block(n, MIB) for n in range(8)])
+        for start in (0, 8, 16, 24, 32):
+            numbers = range(start, start + 8)
+            local.put([key(n) for n in numbers], [block(n, MIB) for n in numbers])
         _fill(mount / "foreign")
         monkeypatch.setattr(core, "free_bytes", lambda _path: 1 << 40)
         assert local.put([key(100)], [block(100, 4 * MIB)]) == [BlockStatus.FULL]
