@@ -252,7 +252,7 @@ def run(scene: Scene, words: list[str]) -> tuple[int, str]:
 def frame(key: bytes, data: bytes, length: int | None = None) -> Callable[[Scene], object]:
     """Return a put by a client that checks nothing; it announces ``length``, if given."""
     announced = len(data) if length is None else length
-    meta = key + announced.to_bytes(4, "little") + protocol.short(b"") * 2
+    meta = key + announced.to_bytes(4, "little") + protocol.short(b"") * 3
     header = protocol.Frame(
         protocol.Op.PUT,
         key_length=len(key),

@@ -238,7 +238,7 @@ class Row(NamedTuple):
     changes: tuple[str, ...] = ()
 
 
-OPTIONS = ("--capacity", "64MiB", "--memory", "64MiB", "--min-free", "0")
+OPTIONS = ("--capacity", "64MiB", "--memory", "0", "--min-free", "0")
 SERVE = "--socket {unused} serve --memory 64MiB --store"
 CONFIGURED = f"{SERVE} {{new}} --config {{config}}"
 CLIENT = "--socket {socket}"

@@ -110,11 +110,11 @@ def test_another_process_fills_the_filesystem(tmp_path: Path) -> None:
         for n in there[::10].tolist():
             assert client.get(names[n]) == block(n, 2 * MIB)
         before = int(str(status["live_bytes"]))
-        client.put_many([key(1000)], [block(1000, 2 * MIB)])
+        client.put_many([key(1000)], [block(1000, 2 * MIB)], ack="written")
         assert int(str(client.status()["live_bytes"])) <= before, "grew below the floor"
         foreign.unlink()
         time.sleep(1.5)
-        assert client.put(key(1001), block(1001, 2 * MIB)) == "stored"
+        assert client.put(key(1001), block(1001, 2 * MIB), ack="written") == "stored"
         assert client.status()["state"] == "ready"
         assert client.get(key(1001)) == block(1001, 2 * MIB)
         assert daemon.stop() == 0
@@ -131,7 +131,7 @@ def test_on_a_disk_full_to_the_last_byte_blocks_are_recycled(tmp_path: Path) -> 
         assert not client.put_many(names, [block(n, MIB) for n in range(40)]).any()
         _fill(mount / "foreign")
         time.sleep(1.5)
-        assert client.put(key(100), block(100, 3 * MIB)) == "stored"
+        assert client.put(key(100), block(100, 3 * MIB), ack="written") == "stored"
         there = client.contains(names)
         assert there.sum() == 37, "only as much may leave as comes in"
         assert client.get(key(100)) == block(100, 3 * MIB)
