@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 BATCH_BYTES = 32 << 20
 BATCHES = 2
 """Batches being written at a time: one fills the disk while the other is hashed and journaled."""
+CAPACITY_PARTS = 32
+"""What is being written at a time is at most this part (1/n) of the capacity."""
 DIRTY_SHARE = 4
 """Dirty blocks take at most this part (1/n) of the memory tier."""
 DIRTY_SECONDS = 10.0
@@ -79,8 +81,8 @@ class Entry:
     """Blocks of one put on their way to the engine, their images complete.
 
     ``dirty``: in the memory tier, readable; else in the bounce slab (``extents``) until written.
-    ``renews``: rows that the engine has already get a new version. ``waiter`` is told the outcome
-    at ``positions``.
+    ``renews``: rows that the engine has already get a new version in place of those of generations
+    ``old``; they are held from here on. ``waiter`` is told the outcome at ``positions``.
     """
 
     rows: U32
@@ -93,6 +95,7 @@ class Entry:
     dirty: bool
     renews: bool
     extents: list[Extent]
+    old: U64
     waiter: Waiter | None = None
     positions: list[int] = field(default_factory=list)
     statuses: U8 = field(default_factory=lambda: np.zeros(0, np.uint8))
@@ -120,6 +123,7 @@ class Writer:
         self._queue: deque[Entry] = deque()
         self._under_way: set[Entry] = set()
         self._writing = 0
+        self._writing_bytes = 0
         self._watches: dict[int, list[_Watch]] = {}
         self._barriers: list[tuple[set[Entry], Callable[[], None]]] = []
         self._rate = 0.0
@@ -150,6 +154,15 @@ class Writer:
         room: np.ndarray = np.cumsum(sizes) + self.dirty_bytes <= self.dirty_limit
         return room
 
+    def hold(self, rows: U32, old: U64) -> np.ndarray:
+        """Hold rows that are to be renewed until they are: nobody else gets their ids meanwhile.
+
+        Returns which do not have their ``old`` version any more, deleted by name: they stay so.
+        """
+        there = self._core.index.holds(rows, old)
+        self._core.index.acquire(rows[there])
+        return ~there
+
     def add(self, entry: Entry) -> None:
         """Take an entry; it is written as soon as a batch is free."""
         if entry.dirty:
@@ -160,13 +173,19 @@ class Writer:
         self.pump()
 
     def pump(self) -> None:
+        """Begin batches. Their victims leave before they come, so all that are under way at a time
+        are a small part of the capacity, or a single entry."""
+        share = min(BATCH_BYTES, self._core.space.capacity // CAPACITY_PARTS)
         while self._queue and self._writing < BATCHES:
-            batch, size = [self._queue.popleft()], 0
+            if self._writing and self._writing_bytes + self._queue[0].bytes > share:
+                return
+            batch = [self._queue.popleft()]
             size = batch[0].bytes
-            while self._queue and size + self._queue[0].bytes <= BATCH_BYTES:
+            while self._queue and self._writing_bytes + size + self._queue[0].bytes <= share:
                 size += self._queue[0].bytes
                 batch.append(self._queue.popleft())
             self._writing += 1
+            self._writing_bytes += size
             self._core.queue(Write(self._core, batch))
 
     def watch(
@@ -197,8 +216,9 @@ class Writer:
 
     def written(self, entries: list[Entry], seconds: float) -> None:
         """Bring entries home: answer those who wait, make room, go on with the queue."""
-        self._writing -= 1
         size = sum(entry.bytes for entry in entries)
+        self._writing -= 1
+        self._writing_bytes -= size
         rate = size / max(seconds, 1e-6)
         self._rate += _RATE_WEIGHT * (rate - self._rate) if self._rate else rate
         for entry in entries:
@@ -254,7 +274,6 @@ class Write(Job):
         self._removal: Removal | None = None
         self._coming = 0
         self._skip: list[np.ndarray] = []
-        self._old: dict[int, U64] = {}
         for entry in entries:
             self._begin(entry)
         self._refused = not self._make_room()
@@ -263,13 +282,12 @@ class Write(Job):
     def _begin(self, entry: Entry) -> None:
         """Leave out blocks that were deleted while they waited; hold the others in their place."""
         index = self._core.index
-        if entry.renews:
+        if entry.renews:  # held already
             there = np.ones(len(entry.rows), np.bool_)
-            self._old[id(entry)] = index.generations[entry.rows]
         else:
             there = index.holds(entry.rows, entry.begins["generation"])
+            index.acquire(entry.rows[there])
         self._skip.append(~there)
-        index.acquire(entry.rows[there])
         entry.statuses = np.where(there, Status.FAILED, Status.OK).astype(np.uint8)
         entry.written = np.zeros(len(entry.rows), np.uint64)
 
@@ -394,7 +412,7 @@ class Write(Job):
     def _renew(self, entry: Entry, ok: np.ndarray) -> None:
         """Let rows hold the versions just written; the old ones go when their readers have gone."""
         core, rows, index = self._core, entry.rows, self._core.index
-        old = self._old[id(entry)]
+        old = entry.old
         there = ok & index.holds(rows, old) & ((index.flags[rows] & DISK) != 0)
         core.release(rows, old)
         new = entry.begins[there]
