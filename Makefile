@@ -1,11 +1,13 @@
 # make venv   .venv/bin/kvstore, ready to use       make run     daemon, 512 blocks, kill, restart
 # make test   every check and every test            make clean   remove what was built
+# make fuzz   clients that misbehave (FRAMES=1000000 SEED=)
+# make soak   mixed load with faults (SECONDS=3600 SEED=)
 #
 # Needs Python 3.11 or later with venv and pip; everything else is fetched into .venv.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := venv
-.PHONY: venv lint test run clean
+.PHONY: venv lint test fuzz soak run clean
 
 # Settings of the caller's Python must not leak into .venv, nor our own settings into the tests.
 unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
@@ -49,6 +51,15 @@ lint: venv
 
 test: lint
 	$(RUN) pytest
+
+# Both print the seed that they choose; SEED=... repeats one.
+FRAMES ?= 1000000
+SECONDS ?= 3600
+fuzz: venv
+	$(RUN) tests.fuzz_socket --frames $(FRAMES) $(if $(SEED),--seed $(SEED))
+
+soak: venv
+	$(RUN) tests.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 run: venv
 	$(BIN)/kvstore bench demo

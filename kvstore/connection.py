@@ -175,6 +175,9 @@ class Connection:
             log.exception("a request failed")
             self.server.count_failed_request()
             error = KVStoreError(f"the daemon failed: {raised!r}", "see its log")
+        if error is not None:
+            # Its traceback holds frames, they hold views of memory and the error: garbage for long.
+            error.__traceback__ = None
         request.release()
         if error is not None and not request.answered:
             with suppress(Gone):

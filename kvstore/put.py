@@ -215,11 +215,7 @@ class Put(Job, Waiter):
             else:
                 others.setdefault(other, []).append(position)
         for other, waiting in others.items():
-            other.when_accepted(partial(self._look_again, waiting))
-
-    def when_accepted(self, callback: Callable[[], None]) -> None:
-        """Call back when none of this put's rows is being written by it any more."""
-        self.when_done(callback)
+            other.when_done(partial(self._look_again, waiting))
 
     def _look_again(self, positions: list[int]) -> None:
         """Put some of the blocks anew, after others that wrote them have come to an end."""
@@ -319,6 +315,7 @@ class _Batch:
         self._dirty = dirty
         self._renews = renews is not None
         self._rows: U32 = np.zeros(0, np.uint32) if renews is None else renews
+        self._old: U64 = core.index.generations[self._rows]
         self._slots: U64 = np.zeros(0, np.uint64)
         self._extents: list[Extent] = []
         self._ghosts: U32 = np.zeros(0, np.uint32)
@@ -426,11 +423,14 @@ class _Batch:
             self.undo()
             put._settle(self._positions, BlockStatus.FAILED)
             return
-        good, bad = self._good, ~self._good
+        bad = ~self._good
         if bad.any():
             put._settle(self._positions[bad], BlockStatus.MISMATCH)
             self._drop(bad)
-        if not good.any():
+        if self._renews and (gone := core.writer.hold(self._rows, self._old)).any():
+            put._settle(self._positions[gone], BlockStatus.OK)
+            self._drop(gone)
+        if not len(self._rows):
             return
         level = put._request.level
         if self._dirty:
@@ -452,13 +452,14 @@ class _Batch:
             dirty=self._dirty,
             renews=self._renews,
             extents=self._extents,
+            old=self._old,
         )
         if not self._dirty or level is not Ack.ACCEPTED:
             entry.waiter, entry.positions = put, self._positions.tolist()
         core.writer.add(entry)
 
     def _drop(self, bad: np.ndarray) -> None:
-        """Leave out blocks whose payload was not what the client announced."""
+        """Leave out blocks, for instance whose payload was not what the client announced."""
         core, good = self._core, ~bad
         for row in self._rows[bad].tolist():
             core.writing.pop(row, None)
@@ -472,6 +473,7 @@ class _Batch:
             core.bounce.release(gone)
             self._extents = [one for one, kept in zip(self._extents, good, strict=True) if kept]
         self._rows, self._positions = self._rows[good], self._positions[good]
+        self._old = self._old[good] if self._renews else self._old
         self._images = [one for one, kept in zip(self._images, good, strict=True) if kept]
         self._blocks, self.begins = self._blocks.take(good), self.begins[good]
         self._good = self._good[good]

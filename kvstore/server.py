@@ -317,6 +317,9 @@ class Server:
             except asyncio.CancelledError:
                 cancelled = True
         if cancelled:
+            for one in futures:
+                if not one.cancelled():
+                    one.exception()  # seen: nobody else will ask, and asyncio would complain
             raise asyncio.CancelledError
 
     def start(self, job: Job) -> asyncio.Task[None]:

@@ -357,6 +357,8 @@ async def flush(request: Request) -> None:
 async def administer(request: Request) -> None:
     asked = request.meta.json()
     action, peer = asked.get("op"), request.connection.peer
+    if not isinstance(action, str):
+        raise UsageError("administration is asked for by a name", 'send {"op": "status"}')
     peer.check_action(action)
     if action == "status":
         answer = request.server.status()

@@ -1,0 +1,66 @@
+"""An overwrite that waits for the writer while its block is deleted by name, or evicted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.answers import Ack
+from kvstore.keys import key_array
+from kvstore.put import PutRequest
+from tests.stores import MIB, Local, block, key
+
+NAMES = key_array([key(1)])
+
+
+def waiting_overwrite(local: Local) -> None:
+    """Overwrite key 1; the write stays in the queue, as it does behind two others."""
+    local.put([key(1)], [block(1)])
+    local.core.writer._writing += 2
+    request = PutRequest(
+        local.namespace, 0, NAMES, np.array([4096], np.uint32), level=Ack.ACCEPTED, overwrite=True
+    )
+    job = local.store.put(request, [memoryview(block(2))])
+    job.perform()
+    local.store.finish(job)
+
+
+def go_on(local: Local) -> None:
+    local.core.writer._writing -= 2
+    local.core.writer.pump()
+
+
+@pytest.mark.parametrize("memory", [0, 16 * MIB])
+def test_delete_meets_a_waiting_overwrite(tmp_path: Path, memory: int) -> None:
+    local = Local(tmp_path / "store", memory_bytes=memory)
+    waiting_overwrite(local)
+    _, removals = local.store.delete(local.namespace, 0, NAMES)
+    go_on(local)
+    removals[0].perform()
+    local.store.finish(removals[0])
+    local.store.run_chores()
+    assert local.get([key(1)]) == [None]
+    assert local.files() == []
+    local.kill()
+
+
+@pytest.mark.parametrize("memory", [0, 16 * MIB])
+def test_another_key_takes_the_row_of_a_waiting_overwrite(tmp_path: Path, memory: int) -> None:
+    local = Local(tmp_path / "store", memory_bytes=memory)
+    waiting_overwrite(local)
+    _, removals = local.store.delete(local.namespace, 0, NAMES)
+    removals[0].perform()
+    local.store.finish(removals[0])
+    local.store.run_chores()
+    queued = list(local.core.writer._queue)
+    local.core.writer._queue.clear()
+    local.core.writer._writing -= 2
+    local.put([key(3)], [block(3)])
+    local.core.writer._queue.extend(queued)
+    local.core.writer.pump()
+    local.store.run_chores()
+    assert local.get([key(1), key(3)]) == [None, block(3)]
+    assert local.core.counters.stale_blocks == 0
+    local.kill()
