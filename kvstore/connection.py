@@ -186,13 +186,13 @@ class Connection:
 
     async def cancel(self, number: int) -> None:
         """Stop a request as early as possible; return after its answer and its last access."""
-        if number in self.feeds:
-            await self.feeds.pop(number).close()
-        elif number in self._under_way:
+        if number in self._under_way:
             request = self._under_way[number]
             request.cancel()
             assert request.task is not None
             await asyncio.wait([request.task])
+        if number in self.feeds:  # a SUBSCRIBE that was answered before
+            await self.feeds.pop(number).close()
 
     def may_hear_of(self, identity: str) -> bool:
         """Tell whether this client may know what is in a namespace: it has opened it, or may."""

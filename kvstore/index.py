@@ -230,8 +230,10 @@ class Index(RowView):
     def holds(self, rows: U32, generations: U64) -> Bools:
         """Tell which rows still hold the version of that generation."""
         columns = self._columns
+        flags = columns.flags[rows]
         there: Bools = columns.generations[rows] == generations
-        there &= (columns.flags[rows] & np.uint8(HIDDEN | GHOST)) == 0
+        # A row id that is free keeps its last generation.
+        there &= (flags != 0) & ((flags & np.uint8(HIDDEN | GHOST)) == 0)
         return there
 
     def commit(self, rows: U32, generations: U64, places: U64) -> Bools:

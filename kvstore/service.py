@@ -161,7 +161,7 @@ async def subscribe(request: Request) -> None:
         feed.start()
     finally:
         if not request.answered:
-            del connection.feeds[number]
+            connection.feeds.pop(number, None)
             await feed.close()
 
 
@@ -357,9 +357,9 @@ async def flush(request: Request) -> None:
 async def administer(request: Request) -> None:
     asked = request.meta.json()
     action, peer = asked.get("op"), request.connection.peer
+    peer.check_action(action if isinstance(action, str) else None)
     if not isinstance(action, str):
         raise UsageError("administration is asked for by a name", 'send {"op": "status"}')
-    peer.check_action(action)
     if action == "status":
         answer = request.server.status()
         if not peer.administrator:

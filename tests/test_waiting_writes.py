@@ -1,4 +1,4 @@
-"""An overwrite that waits for the writer while its block is deleted by name, or evicted."""
+"""Blocks that wait for the writer while they are deleted by name: their row may be another's."""
 
 from __future__ import annotations
 
@@ -63,4 +63,19 @@ def test_another_key_takes_the_row_of_a_waiting_overwrite(tmp_path: Path, memory
     local.store.run_chores()
     assert local.get([key(1), key(3)]) == [None, block(3)]
     assert local.core.counters.stale_blocks == 0
+    local.kill()
+
+
+def test_a_block_deleted_while_it_waits_is_not_written(tmp_path: Path) -> None:
+    """Its row was free again, and still seemed to hold the version."""
+    local = Local(tmp_path / "store", memory_bytes=16 * MIB)
+    local.core.writer._writing += 2
+    job = local.begin_put([key(1)], [block(1)], level=Ack.ACCEPTED)
+    job.perform()
+    local.store.finish(job)
+    assert local.delete([key(1)]) == 1
+    go_on(local)
+    local.store.run_chores()
+    assert local.get([key(1)]) == [None]
+    assert local.files() == []
     local.kill()
