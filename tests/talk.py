@@ -263,6 +263,17 @@ def descriptors_of(daemon: Daemon) -> int:
     return len(os.listdir(f"/proc/{daemon.pid}/fd"))
 
 
+def comes_to(daemon: Daemon, descriptors: int) -> bool:
+    """Tell whether the daemon's descriptors come down to so many: it opens some for a moment, to
+    look at its store."""
+    deadline = time.monotonic() + 5
+    while descriptors_of(daemon) > descriptors:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
 def mapped_regions(daemon: Daemon) -> int:
     """Count the daemon's mappings of memfds of ours."""
     return Path(f"/proc/{daemon.pid}/maps").read_text().count("/memfd:test")
