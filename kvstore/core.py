@@ -241,6 +241,19 @@ class Core:
             self.publish_removed(lost)
             index.free(index.remove(lost))
 
+    def forget_stranded(self, rows: U32) -> None:
+        """Drop blocks that are in memory only because the disk refused them: they may be put anew.
+
+        Those that somebody is reading stay.
+        """
+        rows = np.unique(rows)
+        stranded = (self.index.flags[rows] & (MEM | DISK | DIRTY)) == MEM
+        rows = rows[stranded & (self.index.references[rows] == 0)]
+        if len(rows):
+            self.publish_removed(rows)
+            self.tier.drop(rows)
+            self.index.free(self.index.remove(rows))
+
     def forget_copies(self, rows: U32, generations: U64) -> None:
         """Drop damaged copies in memory of blocks that are on disk too."""
         rows = np.unique(rows[self.index.holds(rows, generations)])

@@ -18,7 +18,7 @@ import numpy as np
 from kvstore import events, record, versions
 from kvstore.answers import Ack, BlockStatus
 from kvstore.errors import InvalidKey, KVStoreError, ReadOnly
-from kvstore.index import DISK, DURABLE, GHOST, NONE
+from kvstore.index import DIRTY, DISK, DURABLE, GHOST, NONE, WRITING
 from kvstore.job import Job
 from kvstore.keys import KeyArray, check_block_length, key_array, space_number
 from kvstore.writer import Entry, Waiter
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from kvstore.slab import Extent
 
 Positions = np.ndarray
-"""Positions in the request, integers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +91,7 @@ class Put(Job, Waiter):
         self._sources = sources
         self._space = space_number(request.namespace.number, request.shard)
         self._open = np.ones(len(request.keys), np.bool_)
-        self._finished = False
+        self._finished = self._over = False
         self._answered: list[Callable[[], None]] = []
         self._copies: dict[int, list[int]] = {}
         self._flushed: list[int] = []
@@ -110,7 +109,7 @@ class Put(Job, Waiter):
 
     def when_answered(self, callback: Callable[[], None]) -> None:
         """Call back on the owner thread once ``statuses`` are final; at once if they are."""
-        if self._finished and not self._open.any():
+        if self._over:
             callback()
         else:
             self._answered.append(callback)
@@ -120,6 +119,8 @@ class Put(Job, Waiter):
     def _sort_out(self) -> None:
         """Answer what the index knows; make batches of what must be written."""
         index, request = self._core.index, self._request
+        rows = index.find(self._space, request.keys)
+        self._core.forget_stranded(rows[rows != NONE])
         rows = index.find(self._space, request.keys)
         unknown = rows == NONE
         safe = np.where(unknown, 0, rows)
@@ -167,8 +168,10 @@ class Put(Job, Waiter):
                 self._settle([position], BlockStatus.ALREADY_PRESENT)
             elif on_disk:
                 self._flushed.append(position)
-            else:
+            elif index.flags[row] & DIRTY:
                 core.writer.watch(row, self, position, durable=level is Ack.DURABLE)
+            else:
+                self._settle([position], BlockStatus.BUSY)
 
     def _first_of_each(self, positions: Positions) -> Positions:
         """Leave out later copies of a key that this batch itself brings; they join the first."""
@@ -210,7 +213,9 @@ class Put(Job, Waiter):
         others: dict[Put, list[int]] = {}
         for position, row in zip(positions.tolist(), rows[positions].tolist(), strict=True):
             other = self._core.writing.get(row)
-            if other is None or other.done:
+            if other is None and not self._core.index.flags[row] & (DIRTY | WRITING):
+                self._settle([position], BlockStatus.BUSY)
+            elif other is None or other.done:
                 self._core.writer.watch(row, self, position, durable=False, again=True)
             else:
                 others.setdefault(other, []).append(position)
@@ -244,8 +249,7 @@ class Put(Job, Waiter):
         for batch in self._batches:
             batch.finish(self, failed=failed)
         self._core.release(self._held, self._held_generations)
-        status = BlockStatus.FAILED if failed else BlockStatus.ALREADY_PRESENT
-        self._settle(self._flushed, status)
+        self._settle(self._flushed, BlockStatus.FAILED if failed else BlockStatus.ALREADY_PRESENT)
         self._answer_if_settled()
 
     def settle_row(self, position: int, status: int, *, again: bool) -> None:
@@ -274,18 +278,14 @@ class Put(Job, Waiter):
         return BlockStatus.ALREADY_PRESENT if same else BlockStatus.CONFLICT
 
     def _answer_if_settled(self) -> None:
-        if self._finished and not self._open.any() and self._answered is not None:
-            self._count_once()
-            answered, self._answered = self._answered, []
-            for callback in answered:
-                callback()
-
-    _counted = False
-
-    def _count_once(self) -> None:
-        if self._counted:
+        if not self._finished or self._open.any() or self._over:
             return
-        self._counted = True
+        self._over = True
+        self._count()
+        for callback in self._answered:
+            callback()
+
+    def _count(self) -> None:
         counters, counts = self._core.counters, np.bincount(self.statuses, minlength=16)
         counters.stored += int(counts[BlockStatus.OK])
         counters.already_present += int(counts[BlockStatus.ALREADY_PRESENT])

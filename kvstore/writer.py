@@ -103,6 +103,12 @@ class Entry:
     reason: str = ""
 
     @property
+    def watched(self) -> list[tuple[int, int]]:
+        """The versions (row, generation) that somebody may be waiting for."""
+        generations = self.old if self.renews else self.begins["generation"]
+        return list(zip(self.rows.tolist(), generations.tolist(), strict=True))
+
+    @property
     def bytes(self) -> int:
         return sum(len(image) for image in self.images)
 
@@ -124,7 +130,7 @@ class Writer:
         self._under_way: set[Entry] = set()
         self._writing = 0
         self._writing_bytes = 0
-        self._watches: dict[int, list[_Watch]] = {}
+        self._watches: dict[tuple[int, int], list[_Watch]] = {}
         self._barriers: list[tuple[set[Entry], Callable[[], None]]] = []
         self._rate = 0.0
         self.dirty_bytes = 0
@@ -192,7 +198,9 @@ class Writer:
         self, row: int, waiter: Waiter, position: int, *, durable: bool, again: bool = False
     ) -> None:
         """Have ``waiter`` told when the row, which is on its way, has been written."""
-        self._watches.setdefault(row, []).append(_Watch(waiter, position, durable, again))
+        # The version too: when it has left, the row may come to hold another block.
+        version = row, int(self._core.index.generations[row])
+        self._watches.setdefault(version, []).append(_Watch(waiter, position, durable, again))
 
     def when_clean(self, callback: Callable[[], None]) -> None:
         """Call back when all that was added so far is written or given up; at once if it is."""
@@ -211,7 +219,7 @@ class Writer:
     def wants_sync(self, entry: Entry) -> bool:
         """Tell whether the entry, or somebody who watches one of its rows, asks for durability."""
         return entry.durable or any(
-            watch.durable for row in entry.rows.tolist() for watch in self._watches.get(row, ())
+            watch.durable for one in entry.watched for watch in self._watches.get(one, ())
         )
 
     def written(self, entries: list[Entry], seconds: float) -> None:
@@ -237,9 +245,9 @@ class Writer:
                 entry.waiter.settle_row(position, status, again=False)
         else:
             self._note_errors(entry)
-        for row, status in zip(entry.rows.tolist(), answers, strict=True):
+        for version, status in zip(entry.watched, answers, strict=True):
             there = BlockStatus.ALREADY_PRESENT if status == BlockStatus.OK else status
-            for watch in self._watches.pop(row, ()):
+            for watch in self._watches.pop(version, ()):
                 watch.waiter.settle_row(watch.position, there, again=watch.again)
 
     def _note_errors(self, entry: Entry) -> None:

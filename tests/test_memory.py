@@ -354,3 +354,37 @@ def test_nothing_is_held_after_all_of_it(local: Local) -> None:
     in_memory = int(((core.index.flags[local.rows()] & MEM) != 0).sum())
     assert core.tier.blocks == in_memory
     assert len(local.files()) == core.index.blocks
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_block_that_the_disk_refused_can_be_put_again(local: Local, overwrite: bool) -> None:
+    engine = local.core.engine
+    local.core.engine = FaultyEngine(engine, [Fault("put_many", status=Status.FAILED)])
+    local.core.engine.is_open = True
+    accept(local, [2])
+    local.store.run_chores()
+    assert flags(local, 2) == MEM
+    reading = local.store.get(local.namespace, 0, key_array([key(2)]), MIB)
+    waiting = local.begin_put([key(2)], [block(2, 5000)], overwrite=overwrite)
+    local.store.run(waiting)
+    assert waiting.statuses.tolist() == [BlockStatus.BUSY], "somebody reads it"
+    local.store.run(reading)
+    reading.close()
+    again = local.begin_put([key(2)], [block(2, 5000)], overwrite=overwrite)
+    local.store.run(again)
+    assert again.statuses.tolist() == [OK]
+    assert flags(local, 2) == MEM | DISK
+    assert local.get([key(2)]) == [block(2, 5000)]
+
+
+def test_who_waits_for_a_block_is_not_told_about_another_in_its_row(local: Local) -> None:
+    accept(local, [1])
+    waiting = local.begin_put([key(1)], [block(1, 5000)])
+    answered: list[bool] = []
+    waiting.when_answered(partial(answered.append, True))
+    waiting.perform()
+    local.store.finish(waiting)
+    assert not answered
+    local.store.run_chores()
+    assert answered
+    assert waiting.statuses.tolist() == [BlockStatus.ALREADY_PRESENT]
