@@ -282,8 +282,8 @@ class Put(Job, Waiter):
             return
         self._over = True
         self._count()
-        for callback in self._answered:
-            callback()
+        while self._answered:  # emptied: callbacks hold requests, they hold memory of clients
+            self._answered.pop(0)()
 
     def _count(self) -> None:
         counters, counts = self._core.counters, np.bincount(self.statuses, minlength=16)
