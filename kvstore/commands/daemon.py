@@ -153,7 +153,9 @@ def _server_options(loaded: Loaded) -> ServerOptions:
             min_free=settings.min_free,
             create=settings.create,
             io=settings.io,
-            memory_bytes=settings.memory,
+            # The memory tier stays off until it is as fast as it should be: what is accepted is
+            # written, and every read comes from the disk.
+            memory_bytes=0,
         ),
         workers=settings.workers,
         max_clients=settings.max_clients,
