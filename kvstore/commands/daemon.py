@@ -153,9 +153,7 @@ def _server_options(loaded: Loaded) -> ServerOptions:
             min_free=settings.min_free,
             create=settings.create,
             io=settings.io,
-            # The memory tier stays off until it is as fast as it should be: what is accepted is
-            # written, and every read comes from the disk.
-            memory_bytes=0,
+            memory_bytes=settings.memory,
         ),
         workers=settings.workers,
         max_clients=settings.max_clients,
