@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
+from kvstore import node
 from kvstore.errors import ConfigError
 from kvstore.space import MIN_CAPACITY
 
@@ -30,6 +31,15 @@ GIB = 1 << 30
 MAX_SOCKET_PATH = 107
 MEMORY_SHARE = 0.8
 DEFAULT_ENGINE = "filesystem"
+
+_LEAST = {
+    "capacity": MIN_CAPACITY,
+    "max_client_bytes": MIB,
+    # Our clients share no less at a time (regions.py); with less room they would miss everything.
+    "max_client_regions": 64 * MIB,
+    "max_regions": 64 * MIB,
+}
+"""Bytes that these settings have at least."""
 
 _SIZE_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _TIME_UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -79,10 +89,26 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     workers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
     io: Literal["auto", "direct", "buffered"] = "auto"
     max_clients: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 256
+    max_requests: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 64
+    """Requests of one client under way; it is held back when it has that many."""
+    max_client_bytes: Size = Size(128 * MIB)
+    """Bytes of frames and memory of one client's requests under way; one request always may."""
+    max_client_regions: Size = Size(GIB)
+    """Bytes of memory that one client shares with the daemon."""
+    max_regions: Size = Size(8 * GIB)
+    """The same for all clients together."""
     request_timeout: Duration = Duration(30)
     """Longest time a request may wait for the store, and a client may stall one."""
     drain_timeout: Duration = Duration(60)
     """Longest time between SIGTERM and the end."""
+    listen: str | None = None
+    """``tcp://HOST:PORT``. Default: the Unix socket only."""
+    insecure: bool = False
+    """Whether ``listen`` may be an address that other machines reach."""
+    socket_group: str | None = None
+    """Group whose members may connect. Default: the daemon's user and root only."""
+    admin_group: str | None = None
+    """Group whose members may do everything. Default: the daemon's user and root only."""
     log_level: Literal["debug", "info", "warning", "error"] = msgspec.field(
         default="info", name="log.level"
     )
@@ -193,7 +219,7 @@ def load_path(
 
 def check_memory(loaded: Loaded) -> None:
     """Refuse a memory tier above 80 % of the machine's or the control group's memory (13)."""
-    limit, where = memory_limit()
+    limit, where = node.memory_limit()
     memory = loaded.settings.memory
     if memory > limit * MEMORY_SHARE:
         raise ConfigError(
@@ -201,56 +227,6 @@ def check_memory(loaded: Loaded) -> None:
             f"above 80 % of {where} ({limit} bytes)",
             f"set memory to at most {int(limit * MEMORY_SHARE) // MIB}MiB",
         )
-
-
-def filesystem_bytes(path: Path) -> int:
-    """Return the size of the filesystem that holds ``path``, or will; 0 if it cannot be asked."""
-    for place in (path, *path.parents):
-        try:
-            found = os.statvfs(place)
-        except FileNotFoundError:
-            continue
-        except OSError:
-            break
-        return found.f_blocks * found.f_frsize
-    return 0
-
-
-def memory_limit() -> tuple[int, str]:
-    """Return the bytes of memory this process may use, and what limits them."""
-    limit, where = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "the memory"
-    for path in _control_group_files():
-        try:
-            value = int(path.read_text())
-        except (OSError, ValueError):  # absent, or "max"
-            continue
-        if value < limit:
-            limit, where = value, f"the limit in {path}"
-    return limit, where
-
-
-def _control_group_files() -> list[Path]:
-    root = Path("/sys/fs/cgroup")
-    files = []
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        _, controllers, group = line.split(":", 2)
-        if not controllers:
-            base, name = root, "memory.max"
-        elif "memory" in controllers.split(","):
-            base, name = root / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        folder = base / group.lstrip("/")
-        files += [
-            parent / name
-            for parent in (folder, *folder.parents)
-            if base in (parent, *parent.parents)
-        ]
-    return files
 
 
 def variable(name: str) -> str:
@@ -403,18 +379,21 @@ def _advice(kind: object) -> str:
         return "write a size like 64GiB or 256MiB, or plain bytes"
     if Duration in kinds:
         return "write a duration like 250ms, 5s or 2h, or plain seconds"
+    if kind is bool:
+        return "write true or false"
     if typing.get_origin(kind) is Literal:
         return f"choose one of: {', '.join(typing.get_args(kind))}"
     return "write a path" if Path in kinds else "correct it"
 
 
 def _check(settings: Settings, origins: Mapping[str, Origin]) -> None:
-    if settings.capacity is not None and settings.capacity < MIN_CAPACITY:
-        raise ConfigError(
-            f"setting capacity ({origins['capacity']}) is {settings.capacity} bytes, "
-            "less than 64 MiB",
-            "set capacity to at least 64MiB",
-        )
+    for name, least in _LEAST.items():
+        size = getattr(settings, name)
+        if size is not None and size < least:
+            raise ConfigError(
+                f"setting {name} ({origins[name]}) is {size} bytes, less than {least // MIB} MiB",
+                f"set {name} to at least {least // MIB}MiB",
+            )
     for name in ("request_timeout", "drain_timeout"):
         if getattr(settings, name) <= 0:
             raise ConfigError(f"setting {name} ({origins[name]}) is 0", "set it above 0")

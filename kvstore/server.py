@@ -58,10 +58,10 @@ _NO_DELAY = (6, 1, 1)
 class ServerOptions:
     """Plain settings of the daemon; times in seconds, sizes in bytes.
 
-    ``listen`` is ``tcp://HOST:PORT`` or None. Members of ``socket_group`` may connect, those of
-    ``admin_group`` may do everything. One client has at most ``max_requests`` under way, with
-    ``max_client_bytes`` of frames and memory, and ``max_client_regions`` bytes of regions; all
-    together have ``max_regions``.
+    ``listen`` is ``tcp://HOST:PORT`` or None, a loopback address unless ``insecure``. Members of
+    ``socket_group`` may connect, those of ``admin_group`` may do everything. One client has at most
+    ``max_requests`` under way, with ``max_client_bytes`` of frames and memory, and
+    ``max_client_regions`` bytes of regions; all together have ``max_regions``.
     """
 
     socket: Path
@@ -72,6 +72,7 @@ class ServerOptions:
     request_timeout: float = 30.0
     drain_timeout: float = 60.0
     listen: str | None = None
+    insecure: bool = False
     socket_group: str | None = None
     admin_group: str | None = None
     max_requests: int = 64
@@ -135,7 +136,7 @@ class Server:
             self._listeners.append(unix_listener(settings.socket, group))
             self._made_socket = True
         if settings.listen is not None:
-            self._listeners.append(tcp_listener(settings.listen))
+            self._listeners.append(tcp_listener(settings.listen, insecure=settings.insecure))
         for listener in self._listeners:
             log.info("listening on %s", listener.getsockname())
 

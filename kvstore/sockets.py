@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
 import os
 import socket
 import stat
@@ -15,6 +16,8 @@ from kvstore.errors import ConfigError, KVStoreError, PermissionDenied, StoreLoc
 if TYPE_CHECKING:
     from collections.abc import Iterator, MutableMapping
     from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 _BACKLOG = 128
 _FIRST_DESCRIPTOR = 3
@@ -87,12 +90,18 @@ def _bind_error(path: Path, error: OSError) -> KVStoreError:
 # -- TCP ------------------------------------------------------------------------------------------
 
 
-def tcp_listener(address: str) -> socket.socket:
-    """Return a socket that listens on ``tcp://HOST:PORT``, HOST of this machine only.
+def tcp_listener(address: str, *, insecure: bool = False) -> socket.socket:
+    """Return a socket that listens on ``tcp://HOST:PORT``; see :func:`tcp_address`.
 
-    Raises ConfigError: anybody who reaches the port is an ordinary peer, so other hosts must not.
+    Raises ConfigError.
     """
-    host, port = _host_and_port(address)
+    host, port = tcp_address(address, insecure=insecure)
+    if not _is_loopback(host):
+        log.warning(
+            "other machines may reach %s, and TCP knows no passwords: whoever connects may read "
+            "and write blocks in every namespace that he can name",
+            address,
+        )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
@@ -106,7 +115,14 @@ def tcp_listener(address: str) -> socket.socket:
     return _listening(sock)
 
 
-def _host_and_port(address: str) -> tuple[str, int]:
+def tcp_address(
+    address: str, *, insecure: bool = False, setting: str = "listen"
+) -> tuple[str, int]:
+    """Return host and port of ``tcp://HOST:PORT``, HOST a loopback address unless ``insecure``.
+
+    Raises ConfigError, which calls the setting by its name: anybody who reaches the port is an
+    ordinary peer, so other machines must not unless somebody has said so.
+    """
     parts = urlsplit(address)
     try:
         port = parts.port
@@ -114,13 +130,15 @@ def _host_and_port(address: str) -> tuple[str, int]:
         port = None
     if parts.scheme != "tcp" or not parts.hostname or port is None or parts.path:
         raise ConfigError(
-            f"setting listen is {address!r}", "write tcp://HOST:PORT, for example tcp://[::1]:7700"
+            f"setting {setting} is {address!r}",
+            "write tcp://HOST:PORT, for example tcp://[::1]:7700",
         )
     host = "127.0.0.1" if parts.hostname == _LOCALHOST else parts.hostname
-    if not _is_loopback(host):
+    if not insecure and not _is_loopback(host):
         raise ConfigError(
-            f"setting listen names {parts.hostname}, which other machines may reach",
-            "listen on 127.0.0.1, ::1 or localhost",
+            f"setting {setting} names {parts.hostname}, which other machines may reach, and TCP "
+            "knows no passwords",
+            "listen on 127.0.0.1, ::1 or localhost, or set insecure too",
         )
     return host, port
 

@@ -246,6 +246,12 @@ class Shared:
 # -- the daemon from outside ----------------------------------------------------------------------
 
 
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
 def wait_ready(daemon: Daemon, place: Path | tuple[str, int] | None = None) -> None:
     """Wait until the daemon serves; by the socket alone, without our client."""
     limit = time.monotonic() + 30

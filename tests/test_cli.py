@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import grp
 import json
 import os
 import pty
 import re
 import shlex
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -16,14 +18,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+import msgspec
 import pytest
 
 import kvstore
-from kvstore import config, errors, layout, render
+from kvstore import config, errors, layout, node, render
 from kvstore.commands import daemon as daemon_commands
 from kvstore.commands import tree as commands
 from kvstore.commands.frame import EXIT_STATUS, Call, Help
+from kvstore.config import Origin, Settings, Source
+from kvstore.protocol import Op
 from tests.command import COMMAND, Daemon, Ran, run_command
+from tests.talk import Shared, Talker, free_port
 
 HELP_SECONDS = 0.15
 KEY = "00ff"
@@ -129,12 +135,12 @@ def test_hints_name_commands_that_exist() -> None:
 def hints(path: Path) -> Iterator[str]:
     """Yield the strings of a source file, those that explain the source apart."""
     tree = ast.parse(path.read_text())
-    explaining = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.JoinedStr):
-            yield "".join(str(p.value) for p in node.values if isinstance(p, ast.Constant))
-        elif isinstance(node, ast.Constant) and id(node) not in explaining:
-            yield str(node.value)
+    explaining = {id(part.value) for part in ast.walk(tree) if isinstance(part, ast.Expr)}
+    for part in ast.walk(tree):
+        if isinstance(part, ast.JoinedStr):
+            yield "".join(str(p.value) for p in part.values if isinstance(p, ast.Constant))
+        elif isinstance(part, ast.Constant) and id(part) not in explaining:
+            yield str(part.value)
 
 
 def test_version_before_and_after_the_command() -> None:
@@ -646,7 +652,7 @@ def test_blocks_survive_a_kill(daemon: Daemon) -> None:
 
 def test_serve_logs_what_holds_and_why(tmp_path: Path) -> None:
     daemon = Daemon(tmp_path, ("--memory", "64MiB"))
-    total = render.size(config.filesystem_bytes(tmp_path))
+    total = render.size(node.filesystem_bytes(tmp_path))
     assert run_command("create", daemon.store, "--capacity", "96MiB").code == 0
     try:
         daemon.start("--log-level", "info")
@@ -662,6 +668,80 @@ def test_serve_logs_what_holds_and_why(tmp_path: Path) -> None:
         assert f"has {total}: min_free will be the limit" in line
     finally:
         assert daemon.stop() == 0
+
+
+def test_every_setting_is_a_flag_of_serve() -> None:
+    (serve,) = [command for words, command in COMMANDS if words == ["serve"]]
+    flags = {name for param in serve.params for name in param.opts}
+    assert {config.flag(field.encode_name) for field in msgspec.structs.fields(Settings)} <= flags
+
+
+def test_help_of_serve_has_sections() -> None:
+    text = run_command("serve", "--help").text
+    titles = [line for line in text.splitlines() if line.endswith(":") and line[0] != " "]
+    own = ["Options:", "Who may connect:", "Limits:", "Log:"]
+    assert titles == [*own, "Global options:", "Example:", "EXIT STATUS:"]
+
+
+def test_limits_and_tcp_are_settings(tmp_path: Path) -> None:
+    port = free_port()
+    limits = ("--max-requests", "7", "--max-client-bytes", "1MiB", "--max-client-regions", "65MiB")
+    daemon = Daemon(tmp_path, (*Daemon.options, *limits, "--max-regions", "66MiB"))
+    try:
+        daemon.start("--listen", f"tcp://127.0.0.1:{port}")
+        assert f"listen = tcp://127.0.0.1:{port} (--listen)" in daemon.log
+        assert "insecure = false (default)" in daemon.log
+        assert "socket_group = none (default)" in daemon.log
+        assert "max_regions = 66 MiB (--max-regions)" in daemon.log
+        assert "passwords" not in daemon.log
+        with Talker(("127.0.0.1", port)) as talker:
+            assert talker.status()["state"] == "ready"
+        with (
+            Talker(daemon.socket) as talker,
+            Talker(daemon.socket) as other,
+            Shared(33 << 20) as one,
+            Shared(64 << 20) as two,
+        ):
+            told = talker.json(Op.HELLO, version=1).json["limits"]
+            found = (told["requests"], told["request_bytes"], told["regions_bytes"])
+            assert found == (7, 1 << 20, 65 << 20)
+            assert not talker.register([one.descriptor], one.size).error
+            assert talker.register([one.descriptor], one.size).error == "Busy", "65 for a client"
+            assert other.register([two.descriptor], two.size).error == "Busy", "66 in all"
+    finally:
+        assert daemon.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "says"),
+    [
+        (("--listen", "tcp://0.0.0.0:1"), {}, "setting listen (--listen) names 0.0.0.0"),
+        ((), {"KVSTORE_LISTEN": "127.0.0.1"}, "setting listen (KVSTORE_LISTEN) is '127.0.0.1'"),
+        (("--socket-group", "nix"), {}, "setting socket_group (--socket-group): this machine"),
+        (("--admin-group", "nix"), {}, "setting admin_group (--admin-group): this machine"),
+    ],
+)
+def test_access_is_checked_with_the_settings(
+    arguments: tuple[str, ...], env: dict[str, str], says: str
+) -> None:
+    ran = run_command("serve", "--check-only", *arguments, env=env)
+    assert (ran.code, ran.stdout) == (13, b"")
+    assert says in ran.stderr
+    if "0.0.0.0" in says:
+        assert run_command("serve", "--check-only", *arguments, "--insecure").code == 0
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder to a group")
+def test_the_default_folder_of_the_socket_lets_its_group_through(tmp_path: Path) -> None:
+    group = next(found for found in grp.getgrall() if found.gr_gid)
+    place, origin = tmp_path / "run" / "kv.sock", Origin(Source.DEFAULT, "default")
+    for name, mode, owner in ((None, 0o700, 0), (group.gr_name, 0o710, group.gr_gid)):
+        loaded = config.load({"socket": str(place), "socket_group": name}, {})
+        loaded = loaded._replace(origins={**loaded.origins, "socket": origin})
+        daemon_commands._make_socket_folder(loaded)
+        found = place.parent.stat()
+        assert (stat.S_IMODE(found.st_mode), found.st_gid) == (mode, owner)
 
 
 def test_second_daemon_on_a_store_is_11(daemon: Daemon, tmp_path: Path) -> None:

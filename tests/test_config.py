@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from kvstore import config
+from kvstore import config, node
 from kvstore.config import MIB, Source, parse_duration, parse_size
 from kvstore.errors import ConfigError
+from kvstore.regions import DEFAULT_REGION_BYTES
+from kvstore.server import ServerOptions
 
 
 @pytest.mark.parametrize(
@@ -130,6 +133,12 @@ def test_settings_are_frozen() -> None:
         ("capacity = true", "setting capacity", "64GiB"),
         ('capacity = "10MiB"', "less than 64 MiB", "64MiB"),
         ('io = "fast"', "setting io", "choose one of: auto, direct, buffered"),
+        ('max_client_bytes = "1000KiB"', "less than 1 MiB", "max_client_bytes to at least 1MiB"),
+        ('max_client_regions = "63MiB"', "less than 64 MiB", "at least 64MiB"),
+        ("max_regions = 0", "less than 64 MiB", "at least 64MiB"),
+        ("max_requests = 0", "setting max_requests", "correct it"),
+        ('insecure = "perhaps"', "setting insecure", "true or false"),
+        ("listen = 7700", "setting listen", "correct it"),
         ("workers = 0", "setting workers", "correct it"),
         ('workers = "many"', "setting workers", "correct it"),
         ('store = "relative/path"', "relative", "absolute"),
@@ -225,7 +234,7 @@ def test_one_path_is_found_in_spite_of_other_bad_settings(tmp_path: Path) -> Non
 
 
 def test_memory_above_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "memory_limit", lambda: (1 << 30, "the memory"))
+    monkeypatch.setattr(node, "memory_limit", lambda: (1 << 30, "the memory"))
     config.check_memory(config.load({"memory": "819MiB"}, {}))
     with pytest.raises(ConfigError, match="above 80 % of the memory") as caught:
         config.check_memory(config.load({"memory": "820MiB"}, {}))
@@ -233,16 +242,25 @@ def test_memory_above_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_memory_limit_is_at_most_what_the_machine_has() -> None:
-    limit, where = config.memory_limit()
+    limit, where = node.memory_limit()
     assert 0 < limit <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert where
 
 
 def test_filesystem_is_found_for_a_place_that_is_not_there_yet(tmp_path: Path) -> None:
     found = os.statvfs(tmp_path)
-    assert config.filesystem_bytes(tmp_path / "a" / "b") == found.f_blocks * found.f_frsize > 0
+    assert node.filesystem_bytes(tmp_path / "a" / "b") == found.f_blocks * found.f_frsize > 0
     (tmp_path / "file").touch()
-    assert config.filesystem_bytes(tmp_path / "file" / "below") >= 0
+    assert node.filesystem_bytes(tmp_path / "file" / "below") >= 0
+
+
+def test_the_server_has_the_same_defaults() -> None:
+    own = {field.name: field.default for field in dataclasses.fields(ServerOptions)}
+    settings = config.load({}, {}).settings
+    for name in own.keys() - {"socket", "store", "options"}:
+        assert getattr(settings, name) == own[name], name
+    assert config._LEAST["max_regions"] == config._LEAST["max_client_regions"]
+    assert config._LEAST["max_client_regions"] == DEFAULT_REGION_BYTES
 
 
 def test_every_setting_is_described_with_its_origin() -> None:

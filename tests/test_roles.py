@@ -24,7 +24,7 @@ from kvstore.keys import named
 from kvstore.protocol import Op
 from kvstore.sockets import inherited_listeners, tcp_listener, unix_listener
 from tests.stores import block, key
-from tests.talk import ROOT, Bare, Shared, Talker, bare, head, wait_ready
+from tests.talk import ROOT, Bare, Shared, Talker, bare, free_port, head, wait_ready
 
 ONE = head([key(0)])
 SECRET: dict[str, object] = {"name": "secret", "private": 1}
@@ -202,12 +202,6 @@ def test_an_unknown_group_is_a_wrong_setting(tmp_path: Path, setting: str) -> No
 # -- TCP ------------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 def test_tcp_carries_blocks_in_the_payload_and_nothing_else(tmp_path: Path) -> None:
     port = free_port()
     with bare(tmp_path, listen=f"tcp://127.0.0.1:{port}") as daemon:
@@ -252,9 +246,17 @@ def test_only_this_machine_may_be_listened_on(address: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost"])
-def test_loopback_addresses_are_fine(host: str) -> None:
-    with tcp_listener(f"tcp://{host}:{free_port()}") as sock:
+def test_loopback_addresses_are_fine(host: str, caplog: pytest.LogCaptureFixture) -> None:
+    with tcp_listener(f"tcp://{host}:{free_port()}", insecure=True) as sock:
         assert sock.getsockname()[0].startswith("127.")
+    assert not caplog.records
+
+
+def test_what_other_machines_may_reach_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    # An address for examples, so that nothing really listens.
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        tcp_listener("tcp://192.0.2.1:7700", insecure=True)
+    assert "other machines may reach tcp://192.0.2.1:7700" in caplog.text
 
 
 # -- systemd --------------------------------------------------------------------------------------

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvstore.commands.frame import Call, Command, become_owner, online, store_option
+from kvstore.commands.frame import Call, Command, Option, become_owner, online, store_option
 from kvstore.errors import CorruptStore, UsageError
 
 if TYPE_CHECKING:
@@ -18,15 +19,21 @@ if TYPE_CHECKING:
     from kvstore.summary import Summary
 
 DEGRADED = 1
+LEFT_TO_THE_STORE = ("engine", "capacity", "min_free")
 TELLING_BLOCKS = 10_000
 """From here on bytes per block tell of blocks, and not of what an empty index takes."""
 
 log = logging.getLogger("kvstore")
 
 
-def _setting(name: str, metavar: str, help_text: str) -> Callable[..., Any]:
+ACCESS = "Who may connect"
+LIMITS = "Limits"
+LOG = "Log"
+
+
+def _setting(name: str, metavar: str, text: str, section: str = "Options") -> Callable[..., Any]:
     # Values stay text here: config judges them, whatever source they come from.
-    return click.option(f"--{name}", metavar=metavar, help=help_text)
+    return click.option(f"--{name}", cls=Option, metavar=metavar, help=text, section=section)
 
 
 @click.command(
@@ -54,14 +61,29 @@ def _setting(name: str, metavar: str, help_text: str) -> Callable[..., Any]:
 @_setting("create", "auto|never", "Whether a missing store is made.")
 @_setting("workers", "N", "Threads for disk and hashing.")
 @_setting("io", "auto|direct|buffered", "How block files are read and written.")
-@_setting("max-clients", "N", "Connections at a time.")
-@_setting("request-timeout", "TIME", "Longest wait of a request.")
-@_setting("drain-timeout", "TIME", "Longest time from SIGTERM to the end.")
-@_setting("log-level", "LEVEL", "debug, info, warning or error.")
-@_setting("log-format", "text|json", "Form of the log lines on stderr.")
 @click.option("--check-only", is_flag=True, help="Check the settings and stop.")
+@_setting("socket-group", "GROUP", "Its members may connect.", ACCESS)
+@_setting("admin-group", "GROUP", "Its members may do everything.", ACCESS)
+@_setting("listen", "tcp://HOST:PORT", "Serve TCP too; it knows no passwords.", ACCESS)
+@click.option(
+    "--insecure",
+    cls=Option,
+    section=ACCESS,
+    is_flag=True,
+    default=None,
+    help="Allow --listen where other machines connect.",
+)
+@_setting("max-clients", "N", "Connections at a time.", LIMITS)
+@_setting("max-requests", "N", "Requests of a client at a time.", LIMITS)
+@_setting("max-client-bytes", "SIZE", "Memory of a client's requests.", LIMITS)
+@_setting("max-client-regions", "SIZE", "Memory that a client shares.", LIMITS)
+@_setting("max-regions", "SIZE", "Memory that all clients share.", LIMITS)
+@_setting("request-timeout", "TIME", "Longest wait of a request.", LIMITS)
+@_setting("drain-timeout", "TIME", "Longest time from SIGTERM to the end.", LIMITS)
+@_setting("log-level", "LEVEL", "debug, info, warning or error.", LOG)
+@_setting("log-format", "text|json", "Form of the log lines on stderr.", LOG)
 @click.pass_obj
-def serve(call: Call, /, check_only: bool, **flags: str | None) -> int:
+def serve(call: Call, /, check_only: bool, **flags: str | bool | None) -> int:
     """Run the daemon in the foreground until SIGTERM.
 
     With -q it logs warnings and errors only.
@@ -72,6 +94,7 @@ def serve(call: Call, /, check_only: bool, **flags: str | None) -> int:
         flags["log_level"] = "debug" if call.output.verbose else "warning"
     loaded = config.load(call.flags(**flags))
     config.check_memory(loaded)
+    _check_access(loaded)
     if check_only:
         call.output.result({"settings": "valid"}, ["settings are valid"])
         return 0
@@ -83,10 +106,36 @@ def serve(call: Call, /, check_only: bool, **flags: str | None) -> int:
         log.warning("%s", warning)
     from kvstore.server import serve as run_daemon
 
-    if loaded.origins["socket"].source == "default":
-        loaded.settings.socket.parent.mkdir(mode=0o700, exist_ok=True)
+    _make_socket_folder(loaded)
     _make_default_parent(loaded)
     return run_daemon(_server_options(loaded))
+
+
+def _check_access(loaded: Loaded) -> None:
+    """Refuse groups and addresses that this machine cannot have, before anything is begun."""
+    from kvstore.peers import group_id
+    from kvstore.sockets import tcp_address
+
+    settings, origins = loaded.settings, loaded.origins
+    for name in ("socket_group", "admin_group"):
+        group_id(getattr(settings, name), f"{name} ({origins[name]})")
+    if settings.listen is not None:
+        where = f"listen ({origins['listen']})"
+        tcp_address(settings.listen, insecure=settings.insecure, setting=where)
+
+
+def _make_socket_folder(loaded: Loaded) -> None:
+    """Make the default folder of the socket; the members of socket_group must get through it."""
+    from kvstore.peers import group_id
+
+    settings, origin = loaded.settings, loaded.origins["socket"]
+    if origin.source != "default":
+        return
+    settings.socket.parent.mkdir(mode=0o700, exist_ok=True)
+    group = group_id(settings.socket_group, "socket_group")
+    if group is not None and origin.place == "default":  # else systemd made it, as its unit says
+        os.chown(settings.socket.parent, -1, group)
+        settings.socket.parent.chmod(0o710)
 
 
 def _make_default_parent(loaded: Loaded) -> None:
@@ -99,21 +148,23 @@ def _log_settings(loaded: Loaded) -> None:
     from kvstore import config
 
     for name, value, origin in config.describe(loaded):
-        found = (value, origin) if value is not None else _left_to_the_store(loaded, name)
+        found: tuple[object, object] = (value, origin)
+        if value is None and name in LEFT_TO_THE_STORE:
+            found = _left_to_the_store(loaded, name)
         log.info("%s = %s (%s)", name, _shown(found[0]), found[1])
     for name in loaded.ignored:
         log.info("environment variable %s is not a setting; ignored", name)
 
 
-def _left_to_the_store(loaded: Loaded, name: str) -> tuple[object, str]:
+def _left_to_the_store(loaded: Loaded, name: str) -> tuple[object, object]:
     """Return what a setting will be that nobody set, and why."""
-    from kvstore import config, layout
+    from kvstore import config, layout, node
     from kvstore.errors import KVStoreError
     from kvstore.opening import CAPACITY_SHARE
     from kvstore.space import default_floor
 
     store = loaded.settings.store
-    total = config.filesystem_bytes(store)
+    total = node.filesystem_bytes(store)
     if name == "min_free":
         return config.Size(default_floor(total)), "default for this filesystem"
     try:
@@ -128,9 +179,9 @@ def _left_to_the_store(loaded: Loaded, name: str) -> tuple[object, str]:
 
 def _too_much(loaded: Loaded) -> str:
     """Return a warning if the capacity asked for is more than there can ever be; else nothing."""
-    from kvstore import config, render
+    from kvstore import node, render
 
-    capacity, total = loaded.settings.capacity, config.filesystem_bytes(loaded.settings.store)
+    capacity, total = loaded.settings.capacity, node.filesystem_bytes(loaded.settings.store)
     if capacity is None or not 0 < total < capacity:
         return ""
     return (
@@ -159,6 +210,14 @@ def _server_options(loaded: Loaded) -> ServerOptions:
         max_clients=settings.max_clients,
         request_timeout=settings.request_timeout,
         drain_timeout=settings.drain_timeout,
+        listen=settings.listen,
+        insecure=settings.insecure,
+        socket_group=settings.socket_group,
+        admin_group=settings.admin_group,
+        max_requests=settings.max_requests,
+        max_client_bytes=settings.max_client_bytes,
+        max_client_regions=settings.max_client_regions,
+        max_regions=settings.max_regions,
     )
 
 
@@ -186,7 +245,7 @@ def _shown(value: object) -> str:
         return render.size(value)
     if isinstance(value, config.Duration):
         return render.duration(value)
-    return str(value)
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 @click.command(

@@ -139,6 +139,14 @@ def global_options() -> list[click.Parameter]:
     ]
 
 
+class Option(click.Option):
+    """An option that the help shows under a title of its own."""
+
+    def __init__(self, *args: Any, section: str = "Options", **kwargs: Any) -> None:  # noqa: ANN401
+        super().__init__(*args, **kwargs)
+        self.section = section
+
+
 class Help(click.Command):
     """A command whose help ends with an example and the exit codes it may return.
 
@@ -180,10 +188,14 @@ class Help(click.Command):
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         options = [p for p in self.params if isinstance(p, click.Option)]
-        own = [p.get_help_record(context) for p in options if p not in self.shared]
-        records = [record for record in own if record]
-        if records:
-            with formatter.section("Options"):
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for option in options:
+            record = option.get_help_record(context)
+            if record and option not in self.shared:
+                title = getattr(option, "section", "Options")
+                sections.setdefault(title, []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
                 formatter.write_dl(records)
         if isinstance(self, click.Group):
             self.format_commands(context, formatter)
