@@ -341,6 +341,10 @@ def _convert(attribute: str, value: object, origin: Origin) -> Any:  # noqa: ANN
         return value
     try:
         return msgspec.convert(value, field.type, strict=False, dec_hook=_read)
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"setting {field.encode_name} ({origin}) is {value!r}: not UTF-8", _advice(field.type)
+        ) from None
     except (msgspec.ValidationError, RuntimeError) as error:
         raise ConfigError(
             f"setting {field.encode_name} ({origin}) is {value!r}: {_plain(str(error))}",

@@ -26,6 +26,7 @@ MAX_NAMESPACES = 1024
 NAMESPACE_ID_BYTES = 16
 DEFAULT_NAMESPACE = "default"
 MAX_NAMESPACE_RECORD_BYTES = 64 << 10
+MAX_NAMESPACE_DEPTH = 32
 
 KeyArray = npt.NDArray[np.uint8]
 """Equal-length keys, shape (n, key_length)."""
@@ -45,8 +46,9 @@ def canonical(record: NamespaceRecord) -> bytes:
 
     Only strings, integers and lists or objects of them are allowed: floats and nulls have no single
     spelling, and absent fields are left out, so two programs that mean the same get the same id.
+    Raises InvalidKey for anything else, for over 64 KiB, for lists and objects nested over 32 deep.
     """
-    _check_plain(record, "namespace")
+    _check_plain(record, "namespace", MAX_NAMESPACE_DEPTH)
     text = json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     try:
         encoded = text.encode()
@@ -67,15 +69,19 @@ def namespace_id(record: NamespaceRecord) -> bytes:
     return hashlib.sha256(canonical(record)).digest()[:NAMESPACE_ID_BYTES]
 
 
-def _check_plain(value: object, where: str) -> None:
+def _check_plain(value: object, where: str, depth: int) -> None:
+    if depth < 0:
+        raise InvalidKey(
+            "the namespace record is nested too deep", f"nest at most {MAX_NAMESPACE_DEPTH} deep"
+        )
     if isinstance(value, Mapping):
         for name, item in value.items():
             if not isinstance(name, str):
                 raise InvalidKey(f"field {name!r} of {where} is no string", "use string names")
-            _check_plain(item, f"{where}.{name}")
+            _check_plain(item, f"{where}.{name}", depth - 1)
     elif isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)):
         for number, item in enumerate(value):
-            _check_plain(item, f"{where}[{number}]")
+            _check_plain(item, f"{where}[{number}]", depth - 1)
     elif not isinstance(value, (str, int)):
         kind = type(value).__name__
         raise InvalidKey(

@@ -252,7 +252,11 @@ def encode(record: NamespaceRecord, key_length: int | None, owner: int | None = 
     document: dict[str, object] = {"record": record, "key_length": key_length}
     if owner is not None:
         document["owner"] = owner
-    return json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"
+    for indent in (2, None):  # a long list with an item in each line would be too large to be read
+        data = json.dumps(document, indent=indent, sort_keys=True, ensure_ascii=False).encode()
+        if len(data) < _MAX_FILE_BYTES:
+            break
+    return data + b"\n"
 
 
 def decode(data: bytes, identity: bytes) -> tuple[NamespaceRecord, int | None]:

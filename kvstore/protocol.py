@@ -241,7 +241,8 @@ class Meta:
 
     def json(self) -> dict[str, object]:
         try:
-            value = json.loads(bytes(self._data[self._at :]))
+            # Decoded here: of bytes json.loads would take UTF-16 and halves of characters too.
+            value = json.loads(str(self._data[self._at :], "utf-8"))
         except (ValueError, RecursionError):
             raise errors.ProtocolError("a frame holds no valid JSON", "check the client") from None
         if not isinstance(value, dict):

@@ -134,6 +134,11 @@ def tcp_address(
             "write tcp://HOST:PORT, for example tcp://[::1]:7700",
         )
     host = "127.0.0.1" if parts.hostname == _LOCALHOST else parts.hostname
+    if not _is_address(host):
+        raise ConfigError(
+            f"setting {setting} names {parts.hostname!r}, which is no address",
+            "write one of this machine's, for example 127.0.0.1",
+        )
     if not insecure and not _is_loopback(host):
         raise ConfigError(
             f"setting {setting} names {parts.hostname}, which other machines may reach, and TCP "
@@ -143,10 +148,14 @@ def tcp_address(
     return host, port
 
 
-def _is_loopback(host: str) -> bool:
+def _is_address(host: str) -> bool:
     with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
+        return bool(ipaddress.ip_address(host))
     return False
+
+
+def _is_loopback(host: str) -> bool:
+    return _is_address(host) and ipaddress.ip_address(host).is_loopback
 
 
 # -- systemd --------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ From its arrival to its answer the rows of a region that it names are ours, and 
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -208,7 +209,7 @@ def put_fields(request: Request) -> PutFields:
     checksums = meta.u64(frame.count) if frame.flags & Flag.CHECKSUM else None
     parent, label, hints = meta.short(), _text(meta.short()), meta.short()
     if hints:
-        protocol.Meta(hints).json()
+        _check_text(protocol.Meta(hints).json())
     for position in (int(lengths.argmin()), int(lengths.argmax())):
         check_block_length(int(lengths[position]), keys[position].tobytes())
     total = int(lengths.sum(dtype=np.uint64))
@@ -225,6 +226,14 @@ def _text(value: bytes) -> str:
         return value.decode()
     except UnicodeDecodeError:
         raise UsageError("a label that is not UTF-8", "send UTF-8 text") from None
+
+
+def _check_text(hints: dict[str, object]) -> None:
+    """Refuse halves of characters, which JSON can spell and nobody can write again."""
+    try:
+        json.dumps(hints, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise UsageError("hints with text that is not Unicode", "send valid strings") from None
 
 
 def weight(frame: Frame) -> int:

@@ -69,10 +69,7 @@ def put(
     name = read_key(key)
     above = read_key(parent) if parent is not None else None
     keys.check_shard(shard)
-    if len(label.encode()) > MAX_LABEL_BYTES:
-        raise UsageError(
-            "the label is too long", f"keep it within {MAX_LABEL_BYTES} bytes of UTF-8"
-        )
+    _check_label(label)
     record = read_namespace(namespace)
     data = read_block(source, name)
     ack = "durable" if durable else "written" if wait else "accepted"
@@ -88,6 +85,17 @@ def put(
         )
     document = {"key": name.hex(), "bytes": len(data), "result": result, "ack": ack}
     call.output.result(document, [f"{name.hex()} {len(data)} {result}"])
+
+
+def _check_label(label: str) -> None:
+    try:
+        size = len(label.encode())
+    except UnicodeEncodeError:
+        raise UsageError("the label is not UTF-8", "check the encoding of its text") from None
+    if size > MAX_LABEL_BYTES:
+        raise UsageError(
+            "the label is too long", f"keep it within {MAX_LABEL_BYTES} bytes of UTF-8"
+        )
 
 
 @click.command(
