@@ -85,9 +85,7 @@ class Request:
         Takes the descriptors over. Raises Gone.
         """
         self.descriptors, descriptors[:] = descriptors.copy(), []
-        meta = bytearray(self.frame.meta_bytes)
-        await wire.receive(memoryview(meta))
-        self.meta = protocol.Meta(meta)
+        self.meta = protocol.Meta(await wire.take(self.frame.meta_bytes))
         unread = self.frame.payload_bytes
         try:
             self._check_header()

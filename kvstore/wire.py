@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _SCRATCH = 256 << 10
+_PIECE = 64 << 10
 _SEND_BUFFERS = 256
 _DESCRIPTOR_BYTES = array.array("i").itemsize
 _DESCRIPTOR_ROOM = socket.CMSG_SPACE(2 * _DESCRIPTOR_BYTES)
@@ -89,6 +90,20 @@ class Wire:
         limit = self._loop.time() + self._patience
         while view:
             view = view[await self._receive_some(view, limit) :]
+
+    async def take(self, length: int) -> bytearray:
+        """Return the next ``length`` bytes of the frame. Raises Gone.
+
+        Memory grows with what has arrived: a header alone, which may announce MiBs, takes none.
+        """
+        limit = self._loop.time() + self._patience
+        data, at = bytearray(min(length, _PIECE)), 0
+        while at < length:
+            if at == len(data):
+                data.extend(bytes(min(at, length - at)))
+            with memoryview(data) as whole, whole[at:] as rest:
+                at += await self._receive_some(rest, limit)
+        return data
 
     async def skip(self, length: int) -> None:
         """Read ``length`` bytes that nobody wants. Raises Gone."""
