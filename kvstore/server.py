@@ -31,7 +31,7 @@ from kvstore.sockets import inherited_listeners, tcp_listener, unix_listener
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from kvstore.backends.base import U8
@@ -95,6 +95,8 @@ class Server:
     _listeners: list[socket.socket] = field(default_factory=list)
     default: Namespace | None = None
     """The namespace ``default``, once somebody has used it."""
+    mapping: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a client's region is mapped."""
     pid: int = field(default_factory=os.getpid)
     pidfd: int | None = None
 
@@ -387,15 +389,16 @@ class Server:
             statuses[statuses == BlockStatus.OK] = BlockStatus.FAILED
         return statuses
 
-    async def flush(self, store: Store) -> Iterable[LateError]:
-        """Make everything durable; return what failed since the last flush."""
+    async def flush(self, store: Store, may_hear: Callable[[str], bool]) -> list[LateError]:
+        """Make everything durable; return what failed since the last flush, of the namespaces (ids
+        in hex) that the client may hear of. The rest waits for those who may."""
         barrier, answered = store.flush(), self._loop.create_future()
         barrier.when_answered(partial(_mark, answered))
         self.dispatch()
         await answered
         if barrier.failure is not None:
             raise barrier.failure
-        return barrier.errors
+        return store.take_errors(may_hear)
 
     def status(self) -> dict[str, object]:
         answer = self._opening.status() if self._store is None else self._store.status()

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 LIST_LIMIT = 4096
 MAX_LEASE_MS = 600_000
+MAX_PIN_SECONDS = 3600
+"""Of an ordinary peer; administrators may pin for as long as the field can say."""
 CHECKSUM = "xxh3-64"
 
 
@@ -68,8 +70,13 @@ def limits(request: Request) -> dict[str, int]:
         "regions": MAX_REGIONS if local else 0,
         "subscriptions": FEEDS,
         "lease_ms": MAX_LEASE_MS,
+        "pin_seconds": _pin_limit(request),
         "patience_ms": int(settings.request_timeout * 1000),
     }
+
+
+def _pin_limit(request: Request) -> int:
+    return 0xFFFFFFFF if request.connection.peer.administrator else MAX_PIN_SECONDS
 
 
 async def open_namespace(request: Request) -> None:
@@ -127,7 +134,9 @@ async def register(request: Request) -> None:
     regions, descriptor = request.connection.regions, request.descriptors[0]
     regions.reserve(size)
     try:
-        memory = await request.server.in_worker(lambda: map_region(descriptor, size))
+        # One at a time: entering the pages of a large region takes long, and workers are few.
+        async with request.server.mapping:
+            memory = await request.server.in_worker(lambda: map_region(descriptor, size))
     except BaseException:
         regions.give_back(size)
         raise
@@ -314,7 +323,7 @@ async def delete(request: Request) -> None:
 
 
 async def pin(request: Request) -> None:
-    keys, seconds = request.keys(), int(request.meta.u32(1)[0])
+    keys, seconds = request.keys(), min(int(request.meta.u32(1)[0]), _pin_limit(request))
     store = await request.store()
     namespace, shard = request.namespace(store), request.frame.shard
     statuses = [store.pin(namespace, shard, part, seconds) for part in _slices(keys)]
@@ -337,7 +346,7 @@ async def _answer_statuses(request: Request, statuses: list[U8]) -> None:
 
 async def flush(request: Request) -> None:
     store = await request.store()
-    errors = await request.server.flush(store)
+    errors = await request.server.flush(store, request.connection.may_hear_of)
     told = [
         {
             "namespace": error.namespace,
@@ -346,7 +355,6 @@ async def flush(request: Request) -> None:
             "reason": error.reason,
         }
         for error in errors
-        if request.connection.may_hear_of(error.namespace)
     ]
     await request.answer(protocol.dump({"errors": told}))
 

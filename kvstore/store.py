@@ -26,7 +26,7 @@ from kvstore.versions import groups
 
 if TYPE_CHECKING:
     from collections import deque
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvstore.backends.base import U8, U32
     from kvstore.core import Core, Watcher
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvstore.keys import KeyArray
     from kvstore.layout import Lock
     from kvstore.namespaces import Namespace
+    from kvstore.writer import LateError
 
 
 class Subscription:
@@ -231,6 +232,11 @@ class Store:
         """Begin a barrier; see :class:`~kvstore.upkeep.Flush`. It needs chores to be performed."""
         return Flush(self.core)
 
+    def take_errors(self, may_hear: Callable[[str], bool] = lambda _: True) -> list[LateError]:
+        """Return blocks that were accepted and could not be written; each is told once. Call it
+        after a flush; see :meth:`~kvstore.writer.Writer.take_errors`."""
+        return self.core.writer.take_errors(may_hear)
+
     def list_rows(
         self, namespace: Namespace | None, start: int, limit: int
     ) -> tuple[list[tuple[str, int, str]], int | None]:
@@ -327,10 +333,10 @@ class Store:
         self.run_chores()
         if flush.failure is not None:
             raise flush.failure
-        if flush.errors:
+        if errors := self.take_errors():
             raise EngineError(
-                f"{len(flush.errors) + core.writer.errors_lost} accepted blocks could not be "
-                f"written, the first is {flush.errors[0].key} ({flush.errors[0].reason})",
+                f"{len(errors) + core.writer.errors_lost} accepted blocks could not be "
+                f"written, the first is {errors[0].key} ({errors[0].reason})",
                 "see the log",
             )
         if core.read_only:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from kvstore.core import Core, Measured
     from kvstore.errors import KVStoreError
     from kvstore.removal import Removal
-    from kvstore.writer import LateError
 
 log = logging.getLogger(__name__)
 
@@ -53,14 +52,11 @@ class SaveUse(Job):
 
 
 class Flush:
-    """A barrier: when it is answered without failure, all that was put before survives power loss.
-
-    ``errors``: blocks that were accepted since the last flush and could not be written.
-    """
+    """A barrier: when it is answered without failure, all that was put before survives power loss,
+    but what :meth:`Writer.take_errors` returns."""
 
     def __init__(self, core: Core) -> None:
         self.failure: KVStoreError | None = None
-        self.errors: list[LateError] = []
         self._core = core
         self._done = False
         self._answered: list[Callable[[], None]] = []
@@ -79,7 +75,7 @@ class Flush:
         self._core.queue(job)
 
     def _end(self, job: Sync) -> None:
-        self.failure, self.errors = job.failure, self._core.writer.take_errors()
+        self.failure = job.failure
         self._done = True
         for callback in self._answered:
             callback()

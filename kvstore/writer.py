@@ -209,10 +209,12 @@ class Writer:
         else:
             callback()
 
-    def take_errors(self) -> list[LateError]:
-        """Return what failed since the last call."""
-        errors, self.errors = self.errors, []
-        return errors
+    def take_errors(self, may_hear: Callable[[str], bool] = lambda _: True) -> list[LateError]:
+        """Return what failed since the last call, of the namespaces (ids in hex) that ``may_hear``
+        names; the rest stays."""
+        told = [error for error in self.errors if may_hear(error.namespace)]
+        self.errors = [error for error in self.errors if not may_hear(error.namespace)]
+        return told
 
     # -- called by Write --------------------------------------------------------------------------
 
@@ -254,8 +256,9 @@ class Writer:
         blocks = entry.blocks
         for number in np.flatnonzero(entry.statuses != Status.OK).tolist():
             if len(self.errors) >= MAX_ERRORS:
+                # The oldest goes: its owner may never ask, and must not keep others from hearing.
+                self.errors.pop(0)
                 self.errors_lost += 1
-                continue
             reason = entry.reason or Status(entry.statuses[number]).name.lower()
             key = blocks.keys[number].tobytes().hex()
             self.errors.append(LateError(blocks.namespace.hex(), blocks.shard, key, reason))

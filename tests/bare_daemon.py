@@ -1,7 +1,8 @@
 """The daemon without its command: any setting from JSON, and a gate in front of the disk.
 
 ``python -m tests.bare_daemon FOLDER SETTINGS``: while the file FOLDER/shut is there, every read and
-write of the engine waits, after it has left its name (``get`` or ``put``) in FOLDER/inside.
+write of the engine waits, after it has left its name (``get`` or ``put``) in FOLDER/inside; while
+FOLDER/broken is there, each of them fails.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.backends.filesystem import FilesystemEngine
-from kvstore.errors import KVStoreError
+from kvstore.errors import EngineError, KVStoreError
 from kvstore.opening import Options
 from kvstore.server import ServerOptions, serve
 
@@ -26,6 +27,8 @@ def gated(folder: Path, name: str, act: Callable[..., Any]) -> Callable[..., Any
             (folder / "inside").write_text(name)
             while (folder / "shut").exists():
                 time.sleep(0.005)
+        if (folder / "broken").exists():
+            raise EngineError("the disk is broken", "mend it")
         return act(*arguments, **named)
 
     return wait_and_act

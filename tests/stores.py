@@ -114,7 +114,7 @@ class Local:
         self.store.run_chores()
         if flush.failure is not None:
             raise flush.failure
-        return flush.errors
+        return self.store.take_errors()
 
     def rows(self) -> np.ndarray:
         """Return the rows whose block is on disk."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import select
 import signal
@@ -10,7 +11,9 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +24,10 @@ from kvstore import protocol
 from kvstore.answers import Ack, BlockStatus
 from kvstore.feed import Feed
 from kvstore.keys import named
+from kvstore.mapped import Allowance, Regions
 from kvstore.protocol import Event, Flag, Frame, Op
+from kvstore.service import register
+from tests.fuzz_socket import process_figures
 from tests.stores import MIB, block, key
 from tests.talk import (
     PAGE,
@@ -234,6 +240,42 @@ def test_regions_have_limits_and_give_them_back(tmp_path: Path) -> None:
         assert mapped_regions(daemon) == 1
 
 
+def test_regions_are_mapped_one_at_a_time() -> None:
+    """Else a few clients with large ones would take all workers from those who read and write."""
+    running, most, told = 0, 0, []
+
+    async def in_worker(_: object) -> memoryview:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        return memoryview(bytearray(PAGE))
+
+    async def answer(meta: bytes) -> None:
+        told.append(json.loads(meta)["region"])
+
+    async def register_all() -> None:
+        server = SimpleNamespace(mapping=asyncio.Lock(), in_worker=in_worker)
+        connection = SimpleNamespace(local=True, regions=Regions(MIB, Allowance(MIB)))
+        asked = protocol.dump({"bytes": PAGE})
+        requests: list[Any] = [
+            SimpleNamespace(
+                server=server,
+                connection=connection,
+                meta=protocol.Meta(asked),
+                descriptors=[0],
+                answered=True,
+                answer=answer,
+            )
+            for _ in range(5)
+        ]
+        await asyncio.gather(*map(register, requests))
+
+    asyncio.run(register_all())
+    assert (most, sorted(told)) == (1, [1, 2, 3, 4, 5])
+
+
 def test_a_region_belongs_to_its_connection(daemon: Bare, talker: Talker) -> None:
     with Shared(SIZE) as shared, Talker(daemon.socket) as other:
         talker.register([shared.descriptor], SIZE)
@@ -344,6 +386,28 @@ def test_an_id_in_use_ends_the_connection(daemon: Bare, talker: Talker) -> None:
     assert (reply.frame.request, reply.error) == (0, "ProtocolError")
     daemon.open()
     assert talker.ended()
+
+
+def test_a_cancel_has_a_number_of_its_own(daemon: Bare, talker: Talker) -> None:
+    stored(talker, 1)
+    daemon.shut()
+    number = talker.send(Op.GET, key(0), **ONE)
+    assert eventually(daemon.inside)
+    talker.send(Op.CANCEL, struct.pack("<Q", number), request=number)
+    assert talker.receive().error == "ProtocolError"
+    assert talker.ended()
+    daemon.open()
+
+
+def test_two_cancels_may_have_one_number(daemon: Bare, talker: Talker) -> None:
+    stored(talker, 1)
+    daemon.shut()
+    number = talker.send(Op.GET, key(0), **ONE)
+    assert eventually(daemon.inside)
+    for _ in range(2):
+        talker.send(Op.CANCEL, struct.pack("<Q", number), request=77)
+    daemon.open()
+    assert [talker.receive().frame.request for _ in range(3)] == [number, 77, 77]
 
 
 def test_longer_headers_of_later_clients_are_read(talker: Talker) -> None:
@@ -624,6 +688,28 @@ def test_clients_that_die_leave_nothing_behind(daemon: Bare, talker: Talker) -> 
         talker.ask(Op.DELETE, b"".join(names), **head(names))
     assert daemon.stop() == 0
     assert "Traceback" not in daemon.log
+
+
+def test_announced_metadata_takes_no_memory_before_it_is_there(daemon: Bare) -> None:
+    # The slab may still be on its way into memory: 64 MiB and what passes by it.
+    before = process_figures(daemon.pid)["RssAnon"]
+    with ExitStack() as stack:
+        for _ in range(40):
+            talker = stack.enter_context(Talker(daemon.socket))
+            header = Frame(Op.GET, meta_bytes=protocol.MAX_META_BYTES).pack()
+            talker.sock.sendall(header + bytes(100_000))
+        with Talker(daemon.socket) as other:
+            assert eventually(lambda: other.status()["clients"] == 41)
+        time.sleep(0.3)
+        assert process_figures(daemon.pid)["RssAnon"] - before < 256 * MIB, "40 times 16 MiB"
+
+
+def test_metadata_of_every_size_arrives_whole(talker: Talker) -> None:
+    for count in (1, 1023, 1024, 1025, 3000, protocol.MAX_KEYS):
+        keys = [struct.pack("<16I", *[n] * 16) for n in range(count)]
+        assert talker.put(keys[-1:], [b"x"]).meta == b"\0"
+        assert talker.contains(keys)[-2:] == [0, 1][-count:]
+        assert talker.ask(Op.DELETE, keys[-1], **head(keys[-1:])).meta == b"\0"
 
 
 def test_a_stalled_client_is_dropped_after_its_patience(tmp_path: Path) -> None:

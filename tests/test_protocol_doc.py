@@ -14,6 +14,7 @@ from kvstore import errors, peers, protocol
 from kvstore.answers import Ack, BlockStatus
 from kvstore.protocol import Event, Flag, Frame, Op
 from kvstore.server import ServerOptions
+from kvstore.service import MAX_PIN_SECONDS
 from tests.talk import Bare, Talker, bare
 
 TEXT = (Path(__file__).parent.parent / "docs" / "protocol.md").read_text()
@@ -98,6 +99,8 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bare]:
 def test_limits(daemon: Bare) -> None:
     with Talker(daemon.socket) as talker:
         told = talker.json(Op.HELLO, version=1).json
+    assert told["limits"]["pin_seconds"] == 0xFFFFFFFF, "we are an administrator"
+    told["limits"]["pin_seconds"] = MAX_PIN_SECONDS
     assert {name: int(value) for name, value, _ in table("Limits")} == told["limits"]
     for field in told:
         assert f"`{field}`" in TEXT

@@ -14,17 +14,21 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from kvstore.answers import Ack
 from kvstore.errors import ConfigError
 from kvstore.keys import named
+from kvstore.opening import Options, open_store
 from kvstore.protocol import Op
+from kvstore.service import MAX_PIN_SECONDS
 from kvstore.sockets import inherited_listeners, tcp_listener, unix_listener
 from tests.stores import block, key
-from tests.talk import ROOT, Bare, Shared, Talker, bare, free_port, head, wait_ready
+from tests.talk import ROOT, Bare, Shared, Talker, bare, eventually, free_port, head, wait_ready
 
 ONE = head([key(0)])
 SECRET: dict[str, object] = {"name": "secret", "private": 1}
@@ -222,6 +226,48 @@ def test_tcp_carries_blocks_in_the_payload_and_nothing_else(tmp_path: Path) -> N
             local.namespace(SECRET)
         with Talker(("127.0.0.1", port)) as talker:
             assert talker.namespace(SECRET).error == "UnknownNamespace"
+
+
+def test_late_errors_are_told_to_those_who_may_hear_of_them(tmp_path: Path) -> None:
+    port = free_port()
+    with bare(tmp_path, listen=f"tcp://127.0.0.1:{port}") as daemon:
+        place = ("127.0.0.1", port)
+        with Talker(place) as owner, Talker(place) as other, Talker(daemon.socket) as administrator:
+            record = named("owner's")
+            handle = owner.namespace(record).json["handle"]
+            (tmp_path / "broken").touch()
+            for number in (1, 2):
+                assert owner.put([key(number)], [b"lost"], handle=handle).meta == b"\0"
+                assert eventually(lambda: not administrator.status()["queued_blocks"])
+                if number == 1:
+                    (tmp_path / "broken").unlink()
+                    assert other.ask(Op.FLUSH).json == {"errors": []}
+                    (lost,) = owner.ask(Op.FLUSH).json["errors"]
+                    assert lost["key"] == key(1).hex()
+                    assert owner.ask(Op.FLUSH).json == {"errors": []}, "told once"
+                    (tmp_path / "broken").touch()
+            (tmp_path / "broken").unlink()
+            assert len(administrator.ask(Op.FLUSH).json["errors"]) == 1, "administrators hear all"
+            assert owner.ask(Op.FLUSH).json == {"errors": []}
+        assert daemon.stop() == 0
+
+
+def test_ordinary_peers_pin_for_an_hour_at_most(tmp_path: Path) -> None:
+    port = free_port()
+    seconds = struct.pack("<I", 0xFFFFFFFF)
+    with bare(tmp_path, listen=f"tcp://127.0.0.1:{port}") as daemon:
+        with Talker(("127.0.0.1", port)) as ordinary, Talker(daemon.socket) as administrator:
+            ordinary.put([key(1), key(2)], [b"x", b"y"], ack=Ack.WRITTEN)
+            assert ordinary.json(Op.HELLO).json["limits"]["pin_seconds"] == MAX_PIN_SECONDS
+            assert administrator.json(Op.HELLO).json["limits"]["pin_seconds"] == 0xFFFFFFFF
+            assert ordinary.ask(Op.PIN, key(1) + seconds, **ONE).meta == b"\0"
+            assert administrator.ask(Op.PIN, key(2) + seconds, **ONE).meta == b"\0"
+        assert daemon.stop() == 0
+    store = open_store(daemon.store, Options(min_free=0))
+    first, second = sorted(until - time.time() for until in store.core.index.pins.values())
+    store.close()
+    assert MAX_PIN_SECONDS - 120 < first <= MAX_PIN_SECONDS
+    assert second > 100 * MAX_PIN_SECONDS
 
 
 @pytest.mark.parametrize(
