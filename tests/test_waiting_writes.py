@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.answers import Ack
+from kvstore.answers import Ack, BlockStatus
 from kvstore.keys import key_array
 from kvstore.put import PutRequest
 from tests.stores import MIB, Local, block, key
@@ -78,4 +78,27 @@ def test_a_block_deleted_while_it_waits_is_not_written(tmp_path: Path) -> None:
     local.store.run_chores()
     assert local.get([key(1)]) == [None]
     assert local.files() == []
+    local.kill()
+
+
+@pytest.mark.parametrize("memory", [0, 16 * MIB])
+def test_delete_comes_after_an_overwrite_that_waits(tmp_path: Path, memory: int) -> None:
+    """The put is answered as if it had come before: docs/protocol.md says so."""
+    local = Local(tmp_path / "store", memory_bytes=memory)
+    local.put([key(1)], [block(1)])
+    job = local.begin_put([key(1)], [block(2)], overwrite=True)
+    assert local.delete([key(1)]) == 1
+    local.store.run(job)
+    assert job.statuses.tolist() == [BlockStatus.OK]
+    assert local.get([key(1)]) == [None]
+    local.kill()
+
+
+def test_delete_of_what_cannot_be_read_yet_is_a_miss(tmp_path: Path) -> None:
+    local = Local(tmp_path / "store", memory_bytes=0)
+    job = local.begin_put([key(1)], [block(1)])
+    assert local.delete([key(1)]) == 0
+    local.store.run(job)
+    assert job.statuses.tolist() == [BlockStatus.OK]
+    assert local.get([key(1)]) == [block(1)]
     local.kill()
