@@ -235,11 +235,11 @@ class Core:
         Blocks that the disk refused are nowhere else: they are gone.
         """
         index = self.index
-        index.clear_flags(rows, MEM)
-        lost = rows[(index.flags[rows] & (DISK | DIRTY)) == 0]
-        if len(lost):
-            self.publish_removed(lost)
-            index.free(index.remove(lost))
+        lost = (index.flags[rows] & (DISK | DIRTY)) == 0
+        if lost.any():
+            self.publish_removed(rows[lost])
+            index.free(index.remove(rows[lost]))
+        index.clear_flags(rows[~lost], MEM)
 
     def forget_stranded(self, rows: U32) -> None:
         """Drop blocks that are in memory only because the disk refused them: they may be put anew.

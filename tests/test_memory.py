@@ -388,3 +388,27 @@ def test_who_waits_for_a_block_is_not_told_about_another_in_its_row(local: Local
     local.store.run_chores()
     assert answered
     assert waiting.statuses.tolist() == [BlockStatus.ALREADY_PRESENT]
+
+
+def test_a_block_that_the_disk_refused_and_memory_gave_up_is_gone(local: Local) -> None:
+    """Its row stayed behind, and the key could never be put again."""
+    told: list[tuple[int, bytes]] = []
+    local.store.subscribe(
+        local.namespace,
+        lambda _first, kinds, keys: told.extend(
+            zip(kinds.tolist(), [bytes(one) for one in keys], strict=True)
+        ),
+    )
+    engine = local.core.engine
+    local.core.engine = FaultyEngine(engine, [Fault("put_many", status=Status.FAILED)])
+    local.core.engine.is_open = True
+    accept(local, [1], MIB)
+    local.store.run_chores()
+    for n in range(100, 170):
+        local.put([key(n)], [block(n % 7, MIB)])
+    assert local.get([key(1)]) == [None]
+    assert told[0] == (1, key(1))
+    assert (2, key(1)) in told
+    assert len(local.core.index.rows_of(None)) == 70
+    assert local.put([key(1)], [block(1)]) == [OK]
+    assert local.get([key(1)]) == [block(1)]
