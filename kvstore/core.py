@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kvstore import events
 from kvstore.errors import InvalidKey, KVStoreError
 from kvstore.index import DIRTY, DISK, DURABLE, GHOST, MEM, Index
+from kvstore.job import Step
 from kvstore.layout import INCOMING, NAMESPACES, directory_bytes
 from kvstore.metrics import Counters
 from kvstore.space import Space, Usage
@@ -265,6 +267,21 @@ class Core:
         self.index.clear_flags(rows, MEM)
 
     # -- events -----------------------------------------------------------------------------------
+
+    # -- pins -------------------------------------------------------------------------------------
+
+    def save_pins(self, rows: U32) -> None:
+        """Have the journal remember until when rows are pinned; only of rows it knows it does."""
+        if not len(rows) or self.read_only:
+            return
+        pins = events.blank(len(rows), events.Kind.PIN)
+        pins["row"] = rows
+        pins["last_use"] = [int(self.index.pins.get(row, 0.0) * 1e6) for row in rows.tolist()]
+
+        def act() -> None:
+            self.journal.append(pins)
+
+        self.queue(Step(act, lambda _step: None))
 
     def publish_stored(self, rows: U32) -> None:
         """Tell watchers that blocks can be read."""

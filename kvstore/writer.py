@@ -404,6 +404,9 @@ class Write(Job):
         else:
             core.release(entry.rows[held], generations[held])
             index.commit(entry.rows[ok], generations[ok], entry.written[ok])
+            if index.pins:
+                # The journal did not know these rows when they were pinned.
+                core.save_pins(entry.rows[ok & np.isin(entry.rows, list(index.pins))])
             if entry.dirty:
                 # What the disk refused can be read as long as memory keeps it.
                 still = bad & index.holds(entry.rows, generations)

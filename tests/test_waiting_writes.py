@@ -79,3 +79,20 @@ def test_a_block_deleted_while_it_waits_is_not_written(tmp_path: Path) -> None:
     assert local.get([key(1)]) == [None]
     assert local.files() == []
     local.kill()
+
+
+def test_a_pin_on_a_block_that_waits_survives(tmp_path: Path) -> None:
+    """The journal heard of the pin before it knew the block."""
+    local = Local(tmp_path / "store", memory_bytes=16 * MIB)
+    local.core.writer._writing += 2
+    job = local.begin_put([key(1)], [block(1)], level=Ack.ACCEPTED)
+    job.perform()
+    local.store.finish(job)
+    local.store.pin(local.namespace, 0, NAMES, 1000.0)
+    local.store.run_chores()
+    go_on(local)
+    local.store.run_chores()
+    local.kill()
+    again = Local(tmp_path / "store")
+    assert len(again.core.index.pins) == 1
+    again.kill()
