@@ -3,8 +3,9 @@
 Entries wait in a bounded queue, in the order in which they came; a few batches are written at a
 time, each at once while the disk keeps up.
 
-Order of writes, and why. The victims' FREE records come first, then their bytes leave the disk, so
-the disk never holds more than it may. A BEGIN record in the journal precedes each record's bytes: a
+Order of writes, and why. Parents that the engine does not have are named first, or a kill would cut
+the links to them. The victims' FREE records follow, then their bytes leave the disk, so the disk
+never holds more than it may. A BEGIN record in the journal precedes each record's bytes: a
 kill in between leaves a version that the next opening can name and remove without a scan. The PUT
 record follows the engine's commit, so the journal never promises bytes that are not there; the
 answer follows the PUT record, so what was acknowledged as written is found again. A sync, where
@@ -13,6 +14,7 @@ asked for, covers the data first and then the journal.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
@@ -21,10 +23,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore import events, record
+from kvstore import events, record, versions
 from kvstore.answers import BlockStatus
 from kvstore.backends.base import Status
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, StoreFull
 from kvstore.index import DIRTY, DISK
 from kvstore.job import Job
 from kvstore.removal import forget, make_room, supersede
@@ -89,7 +91,6 @@ class Entry:
     blocks: Blocks
     images: list[memoryview]
     begins: Records
-    ghosts: Records
     durable: bool
     namespace: Namespace
     dirty: bool
@@ -151,9 +152,8 @@ class Writer:
     @property
     def oldest_generation(self) -> int:
         """The lowest generation that is still on its way; beyond all others if there is none."""
-        return min(
-            (int(entry.begins["generation"].min()) for entry in self._under_way), default=1 << 63
-        )
+        oldest = [int(entry.begins["generation"].min()) for entry in self._under_way]
+        return min(oldest, default=1 << 63)
 
     def has_room(self, sizes: np.ndarray) -> np.ndarray:
         """Tell for each block, in order, whether it may become dirty now (image bytes)."""
@@ -284,6 +284,8 @@ class Write(Job):
         self._skip: list[np.ndarray] = []
         for entry in entries:
             self._begin(entry)
+        rows = np.concatenate([entry.rows for entry in entries])[~np.concatenate(self._skip)]
+        self._parents = versions.parents(core.index, core.namespaces, rows)
         self._refused = not self._make_room()
         self._synced = [core.writer.wants_sync(entry) for entry in entries]
 
@@ -295,6 +297,8 @@ class Write(Job):
         else:
             there = index.holds(entry.rows, entry.begins["generation"])
             index.acquire(entry.rows[there])
+            # They may have been used while they waited.
+            entry.begins["last_use"][there] = index.last_use[entry.rows[there]]
         self._skip.append(~there)
         entry.statuses = np.where(there, Status.FAILED, Status.OK).astype(np.uint8)
         entry.written = np.zeros(len(entry.rows), np.uint64)
@@ -327,15 +331,20 @@ class Write(Job):
             for entry, skip in zip(self._entries, self._skip, strict=True):
                 entry.statuses[~skip] = Status.FULL
             return
+        # Before anything slow: a ghost that is put meanwhile must not be called a ghost after that.
+        # On a full disk there may be room for it only when the victims have gone.
+        parents = self._parents
+        with contextlib.suppress(StoreFull):
+            core.journal.append(parents)
+            parents = parents[:0]
         if self._removal is not None:
             self._removal.run()
         for entry in self._entries:
             self._save_key_length(entry)
-        core.journal.append(
-            np.concatenate(
-                [part for entry in self._entries for part in (entry.ghosts, entry.begins)]
-            )
-        )
+        begins = [
+            entry.begins[~skip] for entry, skip in zip(self._entries, self._skip, strict=True)
+        ]
+        core.journal.append(np.concatenate([parents, *begins]))
         puts = [self._write(number) for number in range(len(self._entries))]
         self._promise(np.concatenate(puts))
         self._seconds = time.monotonic() - started

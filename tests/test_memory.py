@@ -412,3 +412,15 @@ def test_a_block_that_the_disk_refused_and_memory_gave_up_is_gone(local: Local) 
     assert len(local.core.index.rows_of(None)) == 70
     assert local.put([key(1)], [block(1)]) == [OK]
     assert local.get([key(1)]) == [block(1)]
+
+
+def test_a_parent_that_was_written_before_its_child_survives_a_kill(local: Local) -> None:
+    """The child came when its parent was unknown, and was written after it."""
+    child = local.begin_put([key(2)], [block(2)], parent=key(1), level=Ack.ACCEPTED)
+    assert local.put([key(1)], [block(1)]) == [OK]
+    local.store.run(child)
+    assert local.flush() == []
+    local.kill()
+    again = Local(local.path)
+    assert again.contains([key(1), key(2)]) == [True, True]
+    again.kill()
