@@ -78,6 +78,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     create: Literal["auto", "never"] = "auto"
     workers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
     io: Literal["auto", "direct", "buffered"] = "auto"
+    write: Literal["through", "late"] = "through"
+    max_dirty_age: Duration = Duration(300)
+    """With ``write = late``: longest time that an accepted block is in memory only."""
     max_clients: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 256
     request_timeout: Duration = Duration(30)
     """Longest time a request may wait for the store, and a client may stall one."""
@@ -415,7 +418,7 @@ def _check(settings: Settings, origins: Mapping[str, Origin]) -> None:
             "less than 64 MiB",
             "set capacity to at least 64MiB",
         )
-    for name in ("request_timeout", "drain_timeout"):
+    for name in ("request_timeout", "drain_timeout", "max_dirty_age"):
         if getattr(settings, name) <= 0:
             raise ConfigError(f"setting {name} ({origins[name]}) is 0", "set it above 0")
     for name in ("store", "socket"):

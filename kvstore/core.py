@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvstore.job import Job
     from kvstore.journal import Journal
     from kvstore.keys import KeyArray
+    from kvstore.late import Late
     from kvstore.layout import StoreRecord
     from kvstore.namespaces import Namespace, Namespaces
     from kvstore.put import Put
@@ -154,6 +155,7 @@ class Core:
     touched: list[U32] = field(default_factory=list)
     _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
     writer: Writer = field(init=False)
+    late: Late = field(init=False)
     generation: int = 0
     """The highest given to any version so far."""
     _measured: Measured | None = None
@@ -198,7 +200,7 @@ class Core:
 
     def covered_generation(self) -> int:
         """Return the generation up to which every version has been written or given up."""
-        oldest = self.writer.oldest_generation
+        oldest = min(self.writer.oldest_generation, self.late.oldest_generation)
         if self.writing:
             rows = np.fromiter(self.writing, np.uint32, len(self.writing))
             oldest = min(oldest, int(self.index.generations[rows].min()))
@@ -234,7 +236,7 @@ class Core:
     def leave_memory(self, rows: U32) -> None:
         """Note that the memory tier gave up its copies (called by the tier).
 
-        Blocks that the disk refused are nowhere else: they are gone.
+        Blocks that the disk or admission refused are nowhere else: they are gone.
         """
         index = self.index
         lost = (index.flags[rows] & (DISK | DIRTY)) == 0
@@ -266,8 +268,6 @@ class Core:
         self.tier.drop(rows)
         self.index.clear_flags(rows, MEM)
 
-    # -- events -----------------------------------------------------------------------------------
-
     # -- pins -------------------------------------------------------------------------------------
 
     def save_pins(self, rows: U32) -> None:
@@ -282,6 +282,8 @@ class Core:
             self.journal.append(pins)
 
         self.queue(Step(act, lambda _step: None))
+
+    # -- events -----------------------------------------------------------------------------------
 
     def publish_stored(self, rows: U32) -> None:
         """Tell watchers that blocks can be read."""

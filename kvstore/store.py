@@ -276,6 +276,7 @@ class Store:
             "state": "degraded" if problems else "ready",
             "engine": core.record.engine,
             "io": core.stats.io,
+            "write": "late" if core.late.on else "through",
             "store": str(core.path),
             "uuid": core.record.uuid.hex(),
             "opens": core.record.opens,

@@ -271,6 +271,7 @@ class Upkeep:
         if core.read_only:
             core.touched.clear()
             return
+        core.late.tick(now)
         if core.touched:
             core.queue(SaveUse(core))
         if self._checkpoint_due() and now >= self._checkpoint_at:

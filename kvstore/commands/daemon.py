@@ -54,6 +54,8 @@ def _setting(name: str, metavar: str, help_text: str) -> Callable[..., Any]:
 @_setting("create", "auto|never", "Whether a missing store is made.")
 @_setting("workers", "N", "Threads for disk and hashing.")
 @_setting("io", "auto|direct|buffered", "How block files are read and written.")
+@_setting("write", "through|late", "When accepted blocks are written.")
+@_setting("max-dirty-age", "TIME", "Longest time until then, with --write late.")
 @_setting("max-clients", "N", "Connections at a time.")
 @_setting("request-timeout", "TIME", "Longest wait of a request.")
 @_setting("drain-timeout", "TIME", "Longest time from SIGTERM to the end.")
@@ -156,6 +158,8 @@ def _server_options(loaded: Loaded) -> ServerOptions:
             # The memory tier stays off until it is as fast as it should be: what is accepted is
             # written, and every read comes from the disk.
             memory_bytes=0,
+            write=settings.write,
+            max_dirty_age=settings.max_dirty_age,
         ),
         workers=settings.workers,
         max_clients=settings.max_clients,
@@ -244,6 +248,8 @@ def _rows(found: Mapping[str, Any]) -> list[tuple[str, object]]:
     ]
     if number("memory_bytes") or number("dirty_blocks"):
         rows += [("memory", size(number("memory_bytes"))), ("dirty", dirty)]
+    if number("refused_admission"):
+        rows.append(("not admitted", count(number("refused_admission"), "block")))
     rows += [
         ("reads", f"{reads}{ratio}"),
         ("evictions", number("evictions")),
