@@ -1,8 +1,9 @@
 """Checkpoints, and loading checkpoint plus journal back as one array of events.
 
 A checkpoint holds one PUT or GHOST per row, LEFTOVER for versions that may be on disk without a
-row, PINs and a SYNC. Its rows may be captured at any moment after ``journal.<sequence>`` began:
-that journal is replayed over it, and replaying what a row already shows changes nothing.
+row, BEGIN too for those of them that have children, PINs and a SYNC. Its rows may be captured at
+any moment after ``journal.<sequence>`` began: that journal is replayed over it, and replaying what
+a row already shows changes nothing.
 """
 
 from __future__ import annotations

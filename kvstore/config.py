@@ -88,6 +88,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     create: Literal["auto", "never"] = "auto"
     workers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
     io: Literal["auto", "direct", "buffered"] = "auto"
+    write: Literal["through", "late"] = "through"
+    max_dirty_age: Duration = Duration(300)
+    """With ``write = late``: longest time that an accepted block is in memory only."""
     max_clients: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 256
     max_requests: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 64
     """Requests of one client under way; it is held back when it has that many."""
@@ -398,7 +401,7 @@ def _check(settings: Settings, origins: Mapping[str, Origin]) -> None:
                 f"setting {name} ({origins[name]}) is {size} bytes, less than {least // MIB} MiB",
                 f"set {name} to at least {least // MIB}MiB",
             )
-    for name in ("request_timeout", "drain_timeout"):
+    for name in ("request_timeout", "drain_timeout", "max_dirty_age"):
         if getattr(settings, name) <= 0:
             raise ConfigError(f"setting {name} ({origins[name]}) is 0", "set it above 0")
     for name in ("store", "socket"):

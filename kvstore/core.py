@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kvstore import events
 from kvstore.errors import InvalidKey, KVStoreError
 from kvstore.index import DIRTY, DISK, DURABLE, GHOST, MEM, Index
+from kvstore.job import Step
 from kvstore.layout import INCOMING, NAMESPACES, directory_bytes
 from kvstore.metrics import Counters
 from kvstore.space import Space, Usage
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from kvstore.job import Job
     from kvstore.journal import Journal
     from kvstore.keys import KeyArray
+    from kvstore.late import Late
     from kvstore.layout import StoreRecord
     from kvstore.namespaces import Namespace, Namespaces
     from kvstore.put import Put
@@ -152,6 +155,7 @@ class Core:
     touched: list[U32] = field(default_factory=list)
     _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
     writer: Writer = field(init=False)
+    late: Late = field(init=False)
     generation: int = 0
     """The highest given to any version so far."""
     _measured: Measured | None = None
@@ -196,7 +200,7 @@ class Core:
 
     def covered_generation(self) -> int:
         """Return the generation up to which every version has been written or given up."""
-        oldest = self.writer.oldest_generation
+        oldest = min(self.writer.oldest_generation, self.late.oldest_generation)
         if self.writing:
             rows = np.fromiter(self.writing, np.uint32, len(self.writing))
             oldest = min(oldest, int(self.index.generations[rows].min()))
@@ -232,14 +236,14 @@ class Core:
     def leave_memory(self, rows: U32) -> None:
         """Note that the memory tier gave up its copies (called by the tier).
 
-        Blocks that the disk refused are nowhere else: they are gone.
+        Blocks that the disk or admission refused are nowhere else: they are gone.
         """
         index = self.index
-        index.clear_flags(rows, MEM)
-        lost = rows[(index.flags[rows] & (DISK | DIRTY)) == 0]
-        if len(lost):
-            self.publish_removed(lost)
-            index.free(index.remove(lost))
+        lost = (index.flags[rows] & (DISK | DIRTY)) == 0
+        if lost.any():
+            self.publish_removed(rows[lost])
+            index.free(index.remove(rows[lost]))
+        index.clear_flags(rows[~lost], MEM)
 
     def forget_stranded(self, rows: U32) -> None:
         """Drop blocks that are in memory only because the disk refused them: they may be put anew.
@@ -263,6 +267,21 @@ class Core:
         self.counters.memory_errors += len(rows)
         self.tier.drop(rows)
         self.index.clear_flags(rows, MEM)
+
+    # -- pins -------------------------------------------------------------------------------------
+
+    def save_pins(self, rows: U32) -> None:
+        """Have the journal remember until when rows are pinned; only of rows it knows it does."""
+        if not len(rows) or self.read_only:
+            return
+        pins = events.blank(len(rows), events.Kind.PIN)
+        pins["row"] = rows
+        pins["last_use"] = [int(self.index.pins.get(row, 0.0) * 1e6) for row in rows.tolist()]
+
+        def act() -> None:
+            self.journal.append(pins)
+
+        self.queue(Step(act, lambda _step: None))
 
     # -- events -----------------------------------------------------------------------------------
 

@@ -30,7 +30,8 @@ class Kind(IntEnum):
     EMPTY = 0
     """Reserve not written yet: 128 zero bytes."""
     BEGIN = 1
-    """A version (``generation``, key and all) is about to be written: it may be on disk."""
+    """A version (``generation``, key and all), or a child of it, is about to be written: it may be
+    on disk."""
     PUT = 2
     """The engine has the version at ``place``."""
     FREE = 3

@@ -198,9 +198,7 @@ class Index(RowView):
 
     def ghosts(self, space: int, keys: KeyArray) -> U32:
         """Return the row of each parent key, adding a ghost for each unknown one; keys may repeat.
-
-        Link something to a new ghost at once: a ghost without children leaves with the next link.
-        """
+        Link something to a new ghost at once: one without children leaves with the next link."""
         rows = self.find(space, keys)
         unknown = np.flatnonzero(rows == NONE)
         if len(unknown):
@@ -342,6 +340,10 @@ class Index(RowView):
         state = self._columns.flags[rows] & np.uint8(DISK | WRITING | GHOST | HIDDEN)
         evictable: Bools = (state == DISK) & self._holds.free(rows, now)
         return evictable
+
+    def held(self, rows: U32, now: float) -> Bools:
+        """Tell which rows a reference, lease or pin holds at ``now`` (seconds)."""
+        return ~self._holds.free(rows, now)
 
     def victims(
         self,

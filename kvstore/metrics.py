@@ -17,6 +17,8 @@ class Counters:
     already_present: int = 0
     conflicts: int = 0
     refused_full: int = 0
+    refused_admission: int = 0
+    """Accepted blocks that were not worth a write, in the mode ``late``."""
     write_errors: int = 0
     read_errors: int = 0
     evictions: int = 0

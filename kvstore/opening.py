@@ -27,6 +27,7 @@ from kvstore.index import UNSYNCED, Index, Rows
 from kvstore.job import Step
 from kvstore.journal import Journal
 from kvstore.keys import DEFAULT_NAMESPACE, named
+from kvstore.late import Late
 from kvstore.namespaces import Namespaces
 from kvstore.reconcile import Reconcile
 from kvstore.removal import choose_victims
@@ -60,7 +61,8 @@ class Options:
     """How to open a store; None = what STORE.json says, or the default of a new store.
 
     ``capacity`` and ``min_free`` in bytes. ``memory_bytes`` is the memory tier, ``bounce_bytes``
-    the memory for blocks in flight that pass by it.
+    the memory for blocks in flight that pass by it. With ``write`` = ``late`` accepted blocks are
+    written when they leave memory, or after ``max_dirty_age`` seconds.
     """
 
     engine: str | None = None
@@ -70,6 +72,8 @@ class Options:
     io: str = "auto"
     memory_bytes: int = 0
     bounce_bytes: int = BOUNCE_BYTES
+    write: Literal["through", "late"] = "through"
+    max_dirty_age: float = 300.0
 
 
 def create_store(path: Path, options: Options) -> StoreRecord:
@@ -300,7 +304,16 @@ class Opening:
         )
         core.writer = Writer(core)
         tier.on_leave(core.leave_memory)
+        self._choose_when_to_write(core)
         return core
+
+    def _choose_when_to_write(self, core: Core) -> None:
+        late = self.options.write == "late"
+        core.late = Late(core, self.options.max_dirty_age if late else None)
+        if late:
+            core.tier.on_pressure(core.late.press)
+        if late and not core.tier.capacity:
+            log.warning("write = late changes nothing: no memory tier is there to wait in")
 
     def _journal(self, record: StoreRecord, loaded: Loaded) -> Journal:
         """Go on with the journal, or begin a new one where the old one cannot be trusted."""

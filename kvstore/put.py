@@ -318,7 +318,6 @@ class _Batch:
         self._old: U64 = core.index.generations[self._rows]
         self._slots: U64 = np.zeros(0, np.uint64)
         self._extents: list[Extent] = []
-        self._ghosts: U32 = np.zeros(0, np.uint32)
         self._good = np.zeros(len(positions), np.bool_)
 
     def begin(self, put: Put) -> None:
@@ -349,17 +348,14 @@ class _Batch:
         index.realize(rows[~new], lengths[~new], self._generations[~new], now)
 
     def _link(self) -> None:
-        """Tie the new rows to their parents; note the ghost rows made for unknown ones."""
+        """Tie the new rows to their parents, making ghosts of unknown ones."""
         index, request = self._core.index, self._request
         space = space_number(request.namespace.number, request.shard)
         parents = [request.parent_of(position) for position in self._positions.tolist()]
         with_parent = [number for number, parent in enumerate(parents) if parent]
         if with_parent:
             keys = key_array([parents[number] for number in with_parent])
-            unknown = index.find(space, keys) == NONE
-            rows = index.ghosts(space, keys)
-            index.link(self._rows[with_parent], rows)
-            self._ghosts = np.unique(rows[unknown])
+            index.link(self._rows[with_parent], index.ghosts(space, keys))
 
     def describe(self) -> None:
         """Describe the versions for engine and journal, once links and stamps are what they are."""
@@ -368,7 +364,6 @@ class _Batch:
         self.begins = versions.records(index, core.namespaces, self._rows, kind)
         self.begins["generation"] = self._generations
         self.begins["length"] = self._request.lengths[self._positions]
-        self.ghosts = versions.records(index, core.namespaces, self._ghosts, events.Kind.GHOST)
         self._blocks = versions.blocks_of(self.begins)[0]
 
     def undo(self) -> None:
@@ -446,7 +441,6 @@ class _Batch:
             blocks=self._blocks,
             images=self._images,
             begins=self.begins,
-            ghosts=self.ghosts,
             durable=level is Ack.DURABLE,
             namespace=self._request.namespace,
             dirty=self._dirty,

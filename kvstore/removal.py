@@ -47,6 +47,7 @@ class Removal(Job):
         on_disk = (core.index.flags[rows] & DISK) != 0
         self.bytes = int(record.image_bytes_of(core.index.sizes[rows[on_disk]]).sum())
         self._slots = core.tier.detach(rows)
+        core.late.forget(rows)
         if core.scan is not None:
             core.scan.give_up(self.frees["generation"])
         core.publish_removed(rows)

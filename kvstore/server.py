@@ -354,6 +354,7 @@ class Server:
             except Busy as busy:
                 if self._loop.time() >= limit:
                     raise Busy("no memory became free in time", "try again") from busy
+            self.dispatch()  # what must be written so that there is room
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(min(limit, self._loop.time() + _ROOM_SECONDS)):
                     await self._memory_changed.wait()

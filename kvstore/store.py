@@ -17,7 +17,6 @@ from kvstore import events, record
 from kvstore.answers import BlockStatus
 from kvstore.errors import EngineError
 from kvstore.get import Get
-from kvstore.job import Step
 from kvstore.keys import space_number
 from kvstore.put import Put, PutRequest
 from kvstore.removal import Removal, choose_victims, evict, heed_failures, retire
@@ -180,7 +179,7 @@ class Store:
             room -= size if row not in core.index.pins else 0
             core.index.pin(row, now + seconds)
             statuses[position] = BlockStatus.OK
-        self._note_pins(rows[statuses == BlockStatus.OK], now + seconds)
+        core.save_pins(rows[statuses == BlockStatus.OK])
         return statuses
 
     def unpin(self, namespace: Namespace, shard: int, keys: KeyArray) -> U8:
@@ -191,16 +190,8 @@ class Store:
         )
         for row in rows[pinned].tolist():
             self.core.index.unpin(row)
-        self._note_pins(rows[pinned], 0.0)
+        self.core.save_pins(rows[pinned])
         return np.where(pinned, BlockStatus.OK, BlockStatus.MISS).astype(np.uint8)
-
-    def _note_pins(self, rows: U32, until: float) -> None:
-        """Have the journal remember pins (0 = unpinned) of rows that it knows."""
-        core = self.core
-        pins = events.blank(len(rows), events.Kind.PIN)
-        pins["row"], pins["last_use"] = rows, int(until * 1e6)
-        if len(rows) and not core.read_only:
-            core.queue(Step(lambda: _append(core, pins), lambda _step: None))
 
     def subscribe(self, namespace: Namespace, watcher: Watcher) -> Subscription:
         """Have ``watcher(first sequence number, kinds, keys)`` called, on the owner thread, for
@@ -291,6 +282,7 @@ class Store:
             "state": "degraded" if problems else "ready",
             "engine": core.record.engine,
             "io": core.stats.io,
+            "write": "late" if core.late.on else "through",
             "store": str(core.path),
             "uuid": core.record.uuid.hex(),
             "opens": core.record.opens,
@@ -359,7 +351,3 @@ class Store:
         self.core.journal.close()
         self.core.engine.close()
         self._lock.release()
-
-
-def _append(core: Core, records: events.Records) -> None:
-    core.journal.append(records)

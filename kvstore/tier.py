@@ -4,7 +4,8 @@ A row is in memory from :meth:`Tier.keep` until it leaves: by :meth:`Tier.drop` 
 :meth:`Tier.detach`, or because :meth:`Tier.reserve` needs its slot. Only *clean* rows leave for
 that: MEM without DIRTY or WRITING in the index, and no reference. Within a size class the row goes
 that was used longest ago. A class takes a whole chunk from another one if every row in there was
-used before all of its own, or if its own do not suffice.
+used before all of its own, or if its own do not suffice. Dirty rows whose turn it would be are told
+to whoever writes them (:meth:`Tier.on_pressure`).
 
 The flags belong to the store: it sets MEM and DIRTY after keep, and clears MEM when it is told that
 rows leave. The tier has no dictionary: an array by row id holds slots (4 bytes a row, touched only
@@ -62,10 +63,16 @@ class Tier:
         self._late_rows = np.zeros(0, np.uint32)
         self._late_slots = np.zeros(0, np.uint64)
         self._leave: Callable[[U32], None] = _ignore
+        self._press: Callable[[U32], None] | None = None
 
     def on_leave(self, callback: Callable[[U32], None]) -> None:
         """Call back with the rows (distinct) that have left memory to make room."""
         self._leave = callback
+
+    def on_pressure(self, callback: Callable[[U32], None]) -> None:
+        """Call back with dirty rows (distinct) that are in the way of others, for they were not
+        used for longer or nothing else is left. Those that are clean after that leave at once."""
+        self._press = callback
 
     # -- figures ----------------------------------------------------------------------------------
 
@@ -239,16 +246,43 @@ class Tier:
         if len(empty):
             arena.reassign(empty[: -(-short // each)])
             return
+        if not self._free_clean(size_class, short):
+            self._press_all()
+            if self._press is None or not self._free_clean(size_class, short):
+                why = "memory is full of blocks that are in use or not written yet"
+                raise Busy(why, "try again")
+
+    def _free_clean(self, size_class: int, short: int) -> bool:
+        each = self._arena.slots_per_chunk(size_class)
         victims, first = self._victims(size_class, short)
         enough = len(victims) == short
         chunks = self._stale_chunks(size_class, first if enough else _NEVER)
         if len(victims) + len(chunks) * each < short:
-            raise Busy("memory is full of blocks that are in use or not written yet", "try again")
+            return False
         if len(chunks):
             missing = short if enough else short - len(victims)
             self._steal(chunks[: -(-missing // each)])
         else:
-            self._evict(victims)
+            self._evict(self._instead_of(victims, size_class))
+        return True
+
+    def _press_all(self) -> None:
+        if self._press is not None:
+            rows = self._rows[self._rows > 0] - 1
+            self._press(rows[self._waiting(rows)])
+
+    def _instead_of(self, victims: U32, size_class: int) -> U32:
+        """Tell of dirty rows that would leave before these, as many; return who leaves now."""
+        if self._press is None:
+            return victims
+        oldest = self._oldest[size_class]
+        stop = np.searchsorted(oldest.stamps, self._index.last_use[victims[-1]])
+        older, stamps = oldest.rows[:stop], oldest.stamps[:stop]
+        older = older[(self._index.last_use[older] == stamps) & self._waiting(older)]
+        if not len(older):
+            return victims
+        self._press(older[: len(victims)])
+        return self._victims(size_class, len(victims))[0]
 
     def _steal(self, chunks: I64) -> None:
         rows = self._rows[self._arena.ids_in(chunks)]
@@ -304,6 +338,11 @@ class Tier:
         state = self._index.flags[rows] & np.uint8(MEM | DIRTY | WRITING)
         clean: Bools = (state == MEM) & (self._index.references[rows] == 0)
         return clean
+
+    def _waiting(self, rows: U32) -> Bools:
+        state = self._index.flags[rows] & np.uint8(MEM | DIRTY | WRITING)
+        waiting: Bools = (state == MEM | DIRTY) & (self._index.references[rows] == 0)
+        return waiting
 
     def _stale_chunks(self, size_class: int, before: int) -> I64:
         """Return chunks of other classes, clean throughout, of which every row was last used before

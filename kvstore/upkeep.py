@@ -201,7 +201,9 @@ class Checkpoint:
         ghost, there = (flags & GHOST) != 0, (flags & DISK) != 0
         records["kind"][~there] = events.Kind.LEFTOVER
         records["kind"][ghost] = events.Kind.GHOST
-        self._write(records, self._slice)
+        waiting = rows[~there & ~ghost & (core.index.children[rows] > 0)]
+        more = versions.stand_ins(core.index, core.namespaces, waiting)
+        self._write(np.concatenate([records, more]), self._slice)
 
     def _last_slice(self) -> None:
         """Versions that wait for their readers are named too, or a kill would leave them behind."""
@@ -265,6 +267,7 @@ class Upkeep:
         if core.read_only:
             core.touched.clear()
             return
+        core.late.tick(now)
         if core.touched:
             core.queue(SaveUse(core))
         if self._checkpoint_due() and now >= self._checkpoint_at:

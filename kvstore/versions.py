@@ -8,6 +8,7 @@ import numpy as np
 
 from kvstore import events
 from kvstore.backends.base import U32, Blocks
+from kvstore.columns import DISK, GHOST, NONE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,6 +58,35 @@ def records(index: Index, namespaces: Namespaces, rows: U32, kind: events.Kind) 
         out["key_length"][chosen] = keys.shape[1]
         out["key"][chosen[:, None], np.arange(keys.shape[1])] = keys
     return out
+
+
+def parents(index: Index, namespaces: Namespaces, rows: U32) -> events.Records:
+    """Return records that keep the links of ``rows`` to parents that the engine does not have.
+
+    A ghost is told as what it is. A block that is only in memory is told as a version about to be
+    written: wherever the record of its own PUT stands, before this one or after it, that counts.
+    """
+    above = index.parents[rows]
+    above = above[above != NONE]
+    above = np.setdiff1d(above[(index.flags[above] & DISK) == 0], rows)
+    if not len(above):
+        return events.blank(0, events.Kind.GHOST)
+    ghost = (index.flags[above] & GHOST) != 0
+    ghosts = records(index, namespaces, above[ghost], events.Kind.GHOST)
+    return np.concatenate([ghosts, stand_ins(index, namespaces, above[~ghost])])
+
+
+def stand_ins(index: Index, namespaces: Namespaces, rows: U32) -> events.Records:
+    """Return records for rows that are not in the engine but have children there.
+
+    A parent that is not in the engine either is left out: it may never get there, and its row id
+    become another block's.
+    """
+    found = records(index, namespaces, rows, events.Kind.BEGIN)
+    above = found["parent"].copy()
+    there = (index.flags[np.where(above == NONE, 0, above)] & DISK) != 0
+    found["parent"] = np.where(there, above, NONE)
+    return found
 
 
 def spaces(namespaces: Namespaces, found: events.Records) -> U32:

@@ -1,10 +1,12 @@
 """Deferred writes: from the memory of a put to engine and journal.
 
 Entries wait in a bounded queue, in the order in which they came; a few batches are written at a
-time, each at once while the disk keeps up.
+time, each at once while the disk keeps up. With ``write = late`` blocks that are accepted do not
+enter the queue before they must (:mod:`kvstore.late`).
 
-Order of writes, and why. The victims' FREE records come first, then their bytes leave the disk, so
-the disk never holds more than it may. A BEGIN record in the journal precedes each record's bytes: a
+Order of writes, and why. Parents that the engine does not have are named first, or a kill would cut
+the links to them. The victims' FREE records follow, then their bytes leave the disk, so the disk
+never holds more than it may. A BEGIN record in the journal precedes each record's bytes: a
 kill in between leaves a version that the next opening can name and remove without a scan. The PUT
 record follows the engine's commit, so the journal never promises bytes that are not there; the
 answer follows the PUT record, so what was acknowledged as written is found again. A sync, where
@@ -13,26 +15,28 @@ asked for, covers the data first and then the journal.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore import events, record
+from kvstore import events, record, versions
 from kvstore.answers import BlockStatus
 from kvstore.backends.base import Status
-from kvstore.errors import KVStoreError
-from kvstore.index import DIRTY, DISK
-from kvstore.job import Job
+from kvstore.errors import KVStoreError, StoreFull
+from kvstore.index import DIRTY, DISK, MEM
+from kvstore.job import Job, Step
 from kvstore.removal import forget, make_room, supersede
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvstore.backends.base import U8, U32, U64, Blocks
+    from kvstore.columns import Bools
     from kvstore.core import Core
     from kvstore.events import Records
     from kvstore.namespaces import Namespace
@@ -83,13 +87,13 @@ class Entry:
     ``dirty``: in the memory tier, readable; else in the bounce slab (``extents``) until written.
     ``renews``: rows that the engine has already get a new version in place of those of generations
     ``old``; they are held from here on. ``waiter`` is told the outcome at ``positions``.
+    ``leaves``: memory needs the room, so they are to leave it once they are written.
     """
 
     rows: U32
     blocks: Blocks
     images: list[memoryview]
     begins: Records
-    ghosts: Records
     durable: bool
     namespace: Namespace
     dirty: bool
@@ -101,6 +105,7 @@ class Entry:
     statuses: U8 = field(default_factory=lambda: np.zeros(0, np.uint8))
     written: U64 = field(default_factory=lambda: np.zeros(0, np.uint64))
     reason: str = ""
+    leaves: bool = False
 
     @property
     def watched(self) -> list[tuple[int, int]]:
@@ -111,6 +116,22 @@ class Entry:
     @property
     def bytes(self) -> int:
         return sum(len(image) for image in self.images)
+
+    def split(self, which: Bools) -> Entry:
+        """Take blocks out of an entry that waits in memory; return them as one of their own."""
+        rest, part = self._some(~which), self._some(which)
+        self.rows, self.blocks, self.images = rest.rows, rest.blocks, rest.images
+        self.begins = rest.begins
+        return part
+
+    def _some(self, which: Bools) -> Entry:
+        return replace(
+            self,
+            rows=self.rows[which],
+            blocks=self.blocks.take(which),
+            images=[image for image, mine in zip(self.images, which, strict=True) if mine],
+            begins=self.begins[which],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +172,8 @@ class Writer:
     @property
     def oldest_generation(self) -> int:
         """The lowest generation that is still on its way; beyond all others if there is none."""
-        return min(
-            (int(entry.begins["generation"].min()) for entry in self._under_way), default=1 << 63
-        )
+        oldest = [int(entry.begins["generation"].min()) for entry in self._under_way]
+        return min(oldest, default=1 << 63)
 
     def has_room(self, sizes: np.ndarray) -> np.ndarray:
         """Tell for each block, in order, whether it may become dirty now (image bytes)."""
@@ -170,13 +190,29 @@ class Writer:
         return ~there
 
     def add(self, entry: Entry) -> None:
-        """Take an entry; it is written as soon as a batch is free."""
+        """Take an entry; it is written as soon as a batch is free, or late if it may be."""
         if entry.dirty:
             self.dirty_bytes += entry.bytes
             self.dirty_blocks += len(entry.rows)
-        self._under_way.add(entry)
-        self._queue.append(entry)
-        self.pump()
+        if self._core.late.on and entry.dirty and entry.waiter is None:
+            self._core.late.add(entry)
+        else:
+            self._under_way.add(entry)
+            self._queue.append(entry)
+            self.pump()
+
+    def go_on(self, entries: list[Entry]) -> None:
+        """Queue entries that have waited. Their writing begins a little later: whoever calls may be
+        in the middle of a put or of making room, when nothing else may be evicted."""
+        if entries:
+            self._under_way.update(entries)
+            self._queue.extend(entries)
+            self._core.queue(Step(_nothing, lambda _step: self.pump()))
+
+    def note_not_dirty(self, entry: Entry) -> None:
+        """Note that the blocks of an entry are not dirty any more."""
+        self.dirty_bytes -= entry.bytes
+        self.dirty_blocks -= len(entry.rows)
 
     def pump(self) -> None:
         """Begin batches. Their victims leave before they come, so all that are under way at a time
@@ -199,11 +235,13 @@ class Writer:
     ) -> None:
         """Have ``waiter`` told when the row, which is on its way, has been written."""
         # The version too: when it has left, the row may come to hold another block.
+        self._core.late.hasten(np.array([row], np.uint32))
         version = row, int(self._core.index.generations[row])
         self._watches.setdefault(version, []).append(_Watch(waiter, position, durable, again))
 
     def when_clean(self, callback: Callable[[], None]) -> None:
         """Call back when all that was added so far is written or given up; at once if it is."""
+        self._core.late.hasten_all()
         if self._under_way:
             self._barriers.append((set(self._under_way), callback))
         else:
@@ -234,8 +272,7 @@ class Writer:
         for entry in entries:
             self._under_way.discard(entry)
             if entry.dirty:
-                self.dirty_bytes -= entry.bytes
-                self.dirty_blocks -= len(entry.rows)
+                self.note_not_dirty(entry)
             self._answer(entry)
         self._lift_barriers(entries)
         self.pump()
@@ -287,6 +324,8 @@ class Write(Job):
         self._skip: list[np.ndarray] = []
         for entry in entries:
             self._begin(entry)
+        rows = np.concatenate([entry.rows for entry in entries])[~np.concatenate(self._skip)]
+        self._parents = versions.parents(core.index, core.namespaces, rows)
         self._refused = not self._make_room()
         self._synced = [core.writer.wants_sync(entry) for entry in entries]
 
@@ -298,6 +337,8 @@ class Write(Job):
         else:
             there = index.holds(entry.rows, entry.begins["generation"])
             index.acquire(entry.rows[there])
+            # They may have been used while they waited.
+            entry.begins["last_use"][there] = index.last_use[entry.rows[there]]
         self._skip.append(~there)
         entry.statuses = np.where(there, Status.FAILED, Status.OK).astype(np.uint8)
         entry.written = np.zeros(len(entry.rows), np.uint64)
@@ -330,15 +371,20 @@ class Write(Job):
             for entry, skip in zip(self._entries, self._skip, strict=True):
                 entry.statuses[~skip] = Status.FULL
             return
+        # Before anything slow: a ghost that is put meanwhile must not be called a ghost after that.
+        # On a full disk there may be room for it only when the victims have gone.
+        parents = self._parents
+        with contextlib.suppress(StoreFull):
+            core.journal.append(parents)
+            parents = parents[:0]
         if self._removal is not None:
             self._removal.run()
         for entry in self._entries:
             self._save_key_length(entry)
-        core.journal.append(
-            np.concatenate(
-                [part for entry in self._entries for part in (entry.ghosts, entry.begins)]
-            )
-        )
+        begins = [
+            entry.begins[~skip] for entry, skip in zip(self._entries, self._skip, strict=True)
+        ]
+        core.journal.append(np.concatenate([parents, *begins]))
         puts = [self._write(number) for number in range(len(self._entries))]
         self._promise(np.concatenate(puts))
         self._seconds = time.monotonic() - started
@@ -407,6 +453,9 @@ class Write(Job):
         else:
             core.release(entry.rows[held], generations[held])
             index.commit(entry.rows[ok], generations[ok], entry.written[ok])
+            if index.pins:
+                # The journal did not know these rows when they were pinned.
+                core.save_pins(entry.rows[ok & np.isin(entry.rows, list(index.pins))])
             if entry.dirty:
                 # What the disk refused can be read as long as memory keeps it.
                 still = bad & index.holds(entry.rows, generations)
@@ -417,8 +466,18 @@ class Write(Job):
         if synced:
             kept = ok & index.holds(entry.rows, generations)
             core.note_durable(entry.rows[kept])
+        if entry.leaves:
+            self._leave_memory(entry, ok & index.holds(entry.rows, generations))
         core.counters.written_bytes += int(entry.blocks.lengths[ok].sum())
         core.bounce.release(entry.extents)
+
+    def _leave_memory(self, entry: Entry, written: np.ndarray) -> None:
+        """Give up the copies in memory, unless they were used meanwhile; this counts as a use."""
+        core, rows = self._core, entry.rows
+        rows = rows[written & (core.index.last_use[rows] == entry.begins["last_use"])]
+        core.tier.drop(rows)
+        core.index.clear_flags(rows, MEM)
+        core.touch(rows[np.argsort(core.index.last_use[rows])[::-1]])
 
     def _renew(self, entry: Entry, ok: np.ndarray) -> None:
         """Let rows hold the versions just written; the old ones go when their readers have gone."""
@@ -431,3 +490,7 @@ class Write(Job):
         if (ok & ~there).any():
             # Deleted by name meanwhile: what was written must not come back with the journal.
             forget(core, entry.begins[ok & ~there], entry.blocks.take(ok & ~there))
+
+
+def _nothing() -> None:
+    """What a worker has to do before the owner's thread goes on."""

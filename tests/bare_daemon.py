@@ -41,7 +41,8 @@ def main() -> int:
     engine.get_many_into = gated(folder, "get", engine.get_many_into)
     engine.put_many = gated(folder, "put", engine.put_many)
     memory = settings.pop("memory", 64 << 20)
-    options = Options(capacity=256 << 20, min_free=0, memory_bytes=memory)
+    late = {name: settings.pop(name) for name in ("write", "max_dirty_age") if name in settings}
+    options = Options(capacity=256 << 20, min_free=0, memory_bytes=memory, **late)
     try:
         return serve(ServerOptions(folder / "kv.sock", folder / "store", options, **settings))
     except KVStoreError as error:

@@ -388,3 +388,39 @@ def test_who_waits_for_a_block_is_not_told_about_another_in_its_row(local: Local
     local.store.run_chores()
     assert answered
     assert waiting.statuses.tolist() == [BlockStatus.ALREADY_PRESENT]
+
+
+def test_a_block_that_the_disk_refused_and_memory_gave_up_is_gone(local: Local) -> None:
+    """Its row stayed behind, and the key could never be put again."""
+    told: list[tuple[int, bytes]] = []
+    local.store.subscribe(
+        local.namespace,
+        lambda _first, kinds, keys: told.extend(
+            zip(kinds.tolist(), [bytes(one) for one in keys], strict=True)
+        ),
+    )
+    engine = local.core.engine
+    local.core.engine = FaultyEngine(engine, [Fault("put_many", status=Status.FAILED)])
+    local.core.engine.is_open = True
+    accept(local, [1], MIB)
+    local.store.run_chores()
+    for n in range(100, 170):
+        local.put([key(n)], [block(n % 7, MIB)])
+    assert local.get([key(1)]) == [None]
+    assert told[0] == (1, key(1))
+    assert (2, key(1)) in told
+    assert len(local.core.index.rows_of(None)) == 70
+    assert local.put([key(1)], [block(1)]) == [OK]
+    assert local.get([key(1)]) == [block(1)]
+
+
+def test_a_parent_that_was_written_before_its_child_survives_a_kill(local: Local) -> None:
+    """The child came when its parent was unknown, and was written after it."""
+    child = local.begin_put([key(2)], [block(2)], parent=key(1), level=Ack.ACCEPTED)
+    assert local.put([key(1)], [block(1)]) == [OK]
+    local.store.run(child)
+    assert local.flush() == []
+    local.kill()
+    again = Local(local.path)
+    assert again.contains([key(1), key(2)]) == [True, True]
+    again.kill()

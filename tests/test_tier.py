@@ -247,6 +247,37 @@ def test_rows_that_are_not_clean_stay(flags: int) -> None:
     assert bench.inside(stays) == [True]
 
 
+def test_dirty_rows_are_told_when_it_is_their_turn() -> None:
+    bench, told = Bench(), list[list[int]]()
+    bench.tier.on_pressure(lambda rows: told.append(rows.tolist()))
+    dirty = bench.put(9, 9, flags=MEM | DIRTY)
+    clean = bench.put(9, 9, 9)
+    younger = bench.put(9, flags=MEM | DIRTY)
+    bench.touch(int(dirty[1]))
+    bench.reserve(9)
+    assert bench.left == clean[:1].tolist()
+    assert told == [dirty[:1].tolist()]
+    bench.index.acquire(dirty[:1])
+    bench.reserve(9, 9)
+    assert bench.left == clean.tolist()
+    assert told == [dirty[:1].tolist()]
+    with pytest.raises(Busy):
+        bench.reserve(9)
+    assert sorted(told[-1]) == [dirty[1], younger[0]], "nothing else is left"
+
+
+def test_dirty_rows_that_become_clean_when_they_are_told_leave() -> None:
+    bench = Bench()
+    bench.tier.on_pressure(lambda rows: bench.index.clear_flags(rows, DIRTY))
+    dirty = bench.put(9, 9, 9, flags=MEM | DIRTY)
+    clean = bench.put(9, 9, 9)
+    bench.reserve(9, 9)
+    assert bench.left == dirty[:2].tolist()
+    bench.index.acquire(clean)
+    bench.reserve(*[1] * 5)
+    assert bench.left == dirty.tolist()
+
+
 def test_rows_with_references_stay() -> None:
     bench = Bench(2)
     rows = bench.put(9, 9)

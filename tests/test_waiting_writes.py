@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from kvstore.answers import Ack, BlockStatus
+from kvstore.batch import PutRequest
 from kvstore.keys import key_array
-from kvstore.put import PutRequest
+from kvstore.removal import discard
 from tests.stores import MIB, Local, block, key
 
 NAMES = key_array([key(1)])
@@ -81,16 +82,26 @@ def test_a_block_deleted_while_it_waits_is_not_written(tmp_path: Path) -> None:
     local.kill()
 
 
+@pytest.mark.parametrize("damaged", [False, True])
 @pytest.mark.parametrize("memory", [0, 16 * MIB])
-def test_delete_comes_after_an_overwrite_that_waits(tmp_path: Path, memory: int) -> None:
-    """The put is answered as if it had come before: docs/protocol.md says so."""
+def test_an_overwrite_whose_old_version_goes_is_to_be_repeated(
+    tmp_path: Path, memory: int, damaged: bool
+) -> None:
+    """Deleted by name, or found damaged by a reader: nothing is stored, and nothing said to be."""
     local = Local(tmp_path / "store", memory_bytes=memory)
     local.put([key(1)], [block(1)])
     job = local.begin_put([key(1)], [block(2)], overwrite=True)
-    assert local.delete([key(1)]) == 1
+    if damaged:
+        rows = local.rows()
+        discard(local.core, rows, local.core.index.generations[rows], "damaged")
+        local.store.run_chores()
+    else:
+        assert local.delete([key(1)]) == 1
     local.store.run(job)
-    assert job.statuses.tolist() == [BlockStatus.OK]
+    assert job.statuses.tolist() == [BlockStatus.BUSY]
     assert local.get([key(1)]) == [None]
+    assert local.put([key(1)], [block(2)]) == [BlockStatus.OK]
+    assert local.get([key(1)]) == [block(2)]
     local.kill()
 
 
@@ -102,3 +113,20 @@ def test_delete_of_what_cannot_be_read_yet_is_a_miss(tmp_path: Path) -> None:
     assert job.statuses.tolist() == [BlockStatus.OK]
     assert local.get([key(1)]) == [block(1)]
     local.kill()
+
+
+def test_a_pin_on_a_block_that_waits_survives(tmp_path: Path) -> None:
+    """The journal heard of the pin before it knew the block."""
+    local = Local(tmp_path / "store", memory_bytes=16 * MIB)
+    local.core.writer._writing += 2
+    job = local.begin_put([key(1)], [block(1)], level=Ack.ACCEPTED)
+    job.perform()
+    local.store.finish(job)
+    local.store.pin(local.namespace, 0, NAMES, 1000.0)
+    local.store.run_chores()
+    go_on(local)
+    local.store.run_chores()
+    local.kill()
+    again = Local(tmp_path / "store")
+    assert len(again.core.index.pins) == 1
+    again.kill()

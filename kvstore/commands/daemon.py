@@ -61,6 +61,8 @@ def _setting(name: str, metavar: str, text: str, section: str = "Options") -> Ca
 @_setting("create", "auto|never", "Whether a missing store is made.")
 @_setting("workers", "N", "Threads for disk and hashing.")
 @_setting("io", "auto|direct|buffered", "How block files are read and written.")
+@_setting("write", "through|late", "When accepted blocks are written.")
+@_setting("max-dirty-age", "TIME", "Longest time until then, with --write late.")
 @click.option("--check-only", is_flag=True, help="Check the settings and stop.")
 @_setting("socket-group", "GROUP", "Its members may connect.", ACCESS)
 @_setting("admin-group", "GROUP", "Its members may do everything.", ACCESS)
@@ -205,6 +207,8 @@ def _server_options(loaded: Loaded) -> ServerOptions:
             create=settings.create,
             io=settings.io,
             memory_bytes=settings.memory,
+            write=settings.write,
+            max_dirty_age=settings.max_dirty_age,
         ),
         workers=settings.workers,
         max_clients=settings.max_clients,
@@ -301,6 +305,8 @@ def _rows(found: Mapping[str, Any]) -> list[tuple[str, object]]:
     ]
     if number("memory_bytes") or number("dirty_blocks"):
         rows += [("memory", size(number("memory_bytes"))), ("dirty", dirty)]
+    if number("refused_admission"):
+        rows.append(("not admitted", count(number("refused_admission"), "block")))
     rows += [
         ("reads", f"{reads}{ratio}"),
         ("evictions", number("evictions")),
