@@ -25,7 +25,7 @@ STAMP := .venv/.ready-$(shell pwd | cksum | cut -d' ' -f1)
 BIN := .venv/bin
 RUN := $(BIN)/python -m
 ALONE := $(addprefix kvstore/,errors.py answers.py keys.py protocol.py regions.py exchange.py \
-	waiting.py requests.py session.py questions.py operations.py client.py aclient.py)
+	waiting.py requests.py session.py questions.py transfer.py operations.py client.py aclient.py)
 
 venv: $(STAMP)
 

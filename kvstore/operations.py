@@ -20,11 +20,12 @@ from kvstore.keys import MAX_BLOCK_BYTES, KeyArray, key_array
 from kvstore.protocol import DEFAULT_HANDLE, Op
 from kvstore.questions import Call, Questions, Where
 from kvstore.regions import DEFAULT_TOTAL_BYTES, Extent
-from kvstore.requests import U8, U32, U64, Found, PutOptions, Rows, Scope
+from kvstore.requests import U8, U32, Found, PutOptions, Rows, Scope
 from kvstore.session import RETRY_SECONDS
+from kvstore.transfer import Lookup, Upload, overlapping, put_all, refuse_if_lost
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+    from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
     from typing_extensions import Unpack
 
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     Place = Callable[[int, int], memoryview | None]
     Block = tuple[int, BlockStatus, memoryview | None]
 
-SMALL_BYTES = 256 << 10
-"""Below this blocks travel inline: setting up rows would take longer than the copy they save."""
 GUESSED_BYTES = 2 << 20
 """Room for a block of unknown length; a longer one is asked for again."""
 
@@ -161,10 +160,8 @@ class Operations(Questions):
         names = key_array(keys)
         views = requests.payloads(names, blocks)
 
-        async def put(part: slice) -> U8:
-            return await self._put_part(call, names, part, views[part], options)
-
-        return await self._put_parts([len(view) for view in views], options, put)
+        begin = partial(Upload.copy, self._session, call, names, options, views)
+        return await put_all([len(view) for view in views], options, begin)
 
     put_from = put_many
     """The same; the counterpart of :meth:`get_into`."""
@@ -175,87 +172,15 @@ class Operations(Questions):
         """Store the blocks that lie in the slots of ``staging``; return a status for each."""
         call, options = self._put_call(**how)
         names = key_array(keys)
-        self._refuse_if_lost()
+        refuse_if_lost(self._session)
         rows = staging.rows(len(names))
         requests.payloads(names, rows.views())
 
-        async def put(part: slice) -> U8:
-            return await self._put_rows(call, names, part, rows.take(part), options)
+        async def begin(part: slice, _: bool) -> Upload:
+            mine = rows.take(part)
+            return await Upload(self._session, call, names, options, part, mine).begin()
 
-        return await self._put_parts(rows.lengths.tolist(), options, put)
-
-    @staticmethod
-    async def _put_parts(
-        lengths: list[int], options: PutOptions, put: Callable[[slice], Awaitable[U8]]
-    ) -> U8:
-        """Put a batch part by part; return all answers."""
-        answers = np.zeros(len(lengths), np.uint8)
-        for part in requests.parts(lengths):
-            before = answers[: part.start]
-            if options.chain and (before > BlockStatus.ALREADY_PRESENT).any():
-                # What follows a block that is not there could never be reached: it would only push
-                # out the beginning of its own chain.
-                answers[part] = before.max()
-            else:
-                answers[part] = await put(part)
-        return answers
-
-    def _refuse_if_lost(self) -> None:
-        if self._session.lost():
-            raise errors.Busy(
-                "too much memory is lost to a daemon that does not answer", "see kvstore status"
-            )
-
-    async def _put_part(
-        self, call: Call, names: KeyArray, part: slice, views: list[memoryview], options: PutOptions
-    ) -> U8:
-        lengths = np.fromiter(map(len, views), np.uint32, len(views))
-        extent = await self._lease(call, lengths)
-        if extent is None:
-            self._refuse_if_lost()
-            return await self._put_rows(call, names, part, views, options)
-        try:
-            rows = Rows.lay(extent, lengths)
-            await self._session.port.work(
-                int(lengths.sum()), partial(requests.copy_all, rows.views(), views)
-            )
-            return await self._put_rows(call, names, part, rows, options)
-        finally:
-            self._session.regions.release(extent)
-
-    async def _lease(self, call: Call, lengths: U32) -> Extent | None:
-        total = int(requests.room(lengths).sum())
-        if total < SMALL_BYTES:
-            return None
-        return await self._session.lease(total, call.limit)
-
-    async def _put_rows(
-        self,
-        call: Call,
-        names: KeyArray,
-        part: slice,
-        blocks: list[memoryview] | Rows,
-        options: PutOptions,
-    ) -> U8:
-        """Put the blocks of one request, those without room again until the time is over."""
-        await self._session.connection(call.limit)
-        sums: U64 | None = None
-        if self._session.checks:
-            views = blocks.views() if isinstance(blocks, Rows) else blocks
-            act = partial(requests.checksums_of, views)
-            sums = await self._session.port.work(sum(map(len, views)), act)
-        answers = np.full(part.stop - part.start, BlockStatus.BUSY, np.uint8)
-        while True:
-            for run in requests.runs(np.flatnonzero(answers == BlockStatus.BUSY).tolist()):
-                names_of = slice(part.start + run.start, part.start + run.stop)
-                some = blocks.take(run) if isinstance(blocks, Rows) else blocks[run]
-                checks = None if sums is None else sums[run]
-                request = requests.put(call.scope, names, names_of, some, options, checks)
-                reply = await self._session.ask(request, call.limit)
-                answers[run] = requests.statuses(reply, run.stop - run.start)
-            if call.over or not (answers == BlockStatus.BUSY).any():
-                return answers
-            await self._session.port.sleep(RETRY_SECONDS)
+        return await put_all(rows.lengths.tolist(), options, begin)
 
     # -- get --------------------------------------------------------------------------------------
 
@@ -380,7 +305,8 @@ class Operations(Questions):
     ) -> U8:
         """Copy the hits to where ``place(position, length)`` says; return all statuses."""
         statuses = np.zeros(len(names), np.uint8)
-        async with aclosing(self._find(call, Op.GET, names, capacities)) as answers:
+        # A stream, so that what has come is copied while the daemon works on the rest.
+        async with aclosing(self._find(call, Op.STREAM_GET, names, capacities)) as answers:
             async for found in answers:
                 act = partial(found.copy_out, place, self._session.checks)
                 await self._session.port.work(int(found.lengths.sum()), act)
@@ -416,36 +342,16 @@ class Operations(Questions):
         """
         parts = requests.batches(len(names))
         if capacities is not None:
-            parts = requests.parts(capacities.tolist())
-        for part in parts:
-            if self._session.lost():
-                yield Found.none(part.start, part.stop - part.start)
-                continue
-            rows = None
-            extent = None if capacities is None else await self._lease(call, capacities[part])
-            try:
-                if extent is not None and capacities is not None:
-                    rows = Rows.lay(extent, capacities[part])
-                async with aclosing(self._find_part(call, op, names[part], rows)) as answers:
+            # Two parts are under way at a time.
+            most = self._session.regions.room // 2
+            parts = requests.get_parts(capacities.tolist(), most)
+        begin = partial(Lookup.begin, self._session, call, op, names, capacities)
+        async with aclosing(overlapping(parts, begin)) as lookups:
+            async for lookup in lookups:
+                async with aclosing(lookup.found()) as answers:
                     async for found in answers:
-                        found.start += part.start
                         self._learn(call, found)
                         yield found
-            finally:
-                if extent is not None:
-                    self._session.regions.release(extent)
-
-    async def _find_part(
-        self, call: Call, op: Op, names: KeyArray, rows: Rows | None
-    ) -> AsyncGenerator[Found, None]:
-        request, done = requests.get(op, call.scope, names, rows), 0
-        async with aclosing(self._session.replies(request, call.limit)) as replies:
-            async for reply in replies:
-                found = Found.read(reply, done, len(names), rows)
-                done += len(found)
-                yield found
-        if done < len(names):
-            raise errors.ProtocolError("an answer for some of the keys only", "upgrade kvstore")
 
     def _learn(self, call: Call, found: Found) -> None:
         longest = int(found.lengths.max(initial=0))

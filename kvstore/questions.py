@@ -184,7 +184,8 @@ class Questions:
         request = Request(Frame(Op.SUBSCRIBE), scope=Scope(namespace))
         idle = math.inf if timeout is None else timeout
         start = self._call().limit
-        async with aclosing(self._session.replies(request, math.inf, idle, start)) as replies:
+        asked = await self._session.send(request, math.inf, start)
+        async with aclosing(self._session.replies(asked, idle)) as replies:
             try:
                 async for reply in replies:
                     yield Events.read(reply)

@@ -122,6 +122,10 @@ class Region:
             self.under_way += change
 
     @property
+    def leased_bytes(self) -> int:
+        return self.nbytes - sum(length for _, length in self._free)
+
+    @property
     def idle(self) -> bool:
         """Nobody here and no request under way uses it."""
         return not self.leased and not self.under_way
@@ -225,6 +229,12 @@ class Regions:
                 return None
             self._live.append(Region(size))
             return self._live[-1].take(nbytes)
+
+    @property
+    def room(self) -> int:
+        """Bytes that may still be leased, if they fit in one piece."""
+        with self._lock:
+            return self.total_bytes - sum(region.leased_bytes for region in self._live)
 
     def _bytes(self) -> int:
         return sum(region.nbytes for region in self._live)

@@ -39,8 +39,10 @@ U64 = npt.NDArray[np.uint64]
 CAN_CHECK = xxhash is not None
 CHECKSUM = "xxh3-64"
 """The name under which a daemon says that it checks what we compute."""
-PART_BYTES = 32 << 20
-"""What the blocks of one request may take in memory; larger batches become several requests."""
+PUT_BYTES = 48 << 20
+"""What the blocks of one put may take in the daemon's memory; larger batches become several."""
+GET_BYTES = 128 << 20
+"""What the blocks of one get may take in memory that is shared."""
 _PAGE = 4096
 
 
@@ -115,10 +117,16 @@ class PutOptions:
     session: str = ""
     end_of_session: bool = False
     priority: int = 0
+    _label: bytes = field(default=b"", init=False)
     _hints: bytes = field(default=b"", init=False)
 
     def __post_init__(self) -> None:
         level(self.ack)
+        try:
+            label = self.label.encode()
+        except UnicodeEncodeError:
+            raise errors.UsageError("a label cannot be written as UTF-8", "use Unicode") from None
+        object.__setattr__(self, "_label", label)
         hints: dict[str, object] = {}
         if self.session:
             hints["session"] = self.session
@@ -137,7 +145,7 @@ class PutOptions:
         before = self.parent or b""
         if start:
             before = keys[start - 1].tobytes() if self.chain else b""
-        fields = (before, self.label.encode(), self._hints)
+        fields = (before, self._label, self._hints)
         return b"".join(map(protocol.short, fields))
 
 
@@ -372,19 +380,27 @@ def batches(count: int) -> Iterator[slice]:
         yield slice(start, min(start + protocol.MAX_KEYS, count))
 
 
-def parts(lengths: Sequence[int], limit: int = PART_BYTES) -> Iterator[slice]:
-    """Cut a batch into runs that one request carries; one block always fits."""
+def put_parts(lengths: Sequence[int]) -> Iterator[slice]:
+    """Cut a batch into runs that one put carries; one block always fits."""
+    # What a block takes in the daemon's memory: whole pages, and one for its header.
+    return _parts([pages(length) + _PAGE for length in lengths], PUT_BYTES)
+
+
+def get_parts(capacities: Sequence[int], limit: int) -> Iterator[slice]:
+    """Cut a batch into runs that one get asks for, into ``limit`` bytes; one block always fits."""
+    return _parts([pages(capacity) for capacity in capacities], min(limit, GET_BYTES))
+
+
+def _parts(sizes: list[int], limit: int) -> Iterator[slice]:
     start = total = 0
-    for number, length in enumerate(lengths):
-        # What a block takes in the daemon's memory: whole pages, and one for its header.
-        size = pages(length) + _PAGE
+    for number, size in enumerate(sizes):
         full = total + size > limit or number - start >= protocol.MAX_KEYS
         if number > start and full:
             yield slice(start, number)
             start, total = number, 0
         total += size
-    if len(lengths):
-        yield slice(start, len(lengths))
+    if sizes:
+        yield slice(start, len(sizes))
 
 
 def runs(positions: Sequence[int]) -> Iterator[slice]:

@@ -14,7 +14,7 @@ import weakref
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore import errors, protocol, requests
 from kvstore.exchange import Connection, Pending, Reply
@@ -36,6 +36,15 @@ RETRY_SECONDS = 0.05
 _MAX_DEADLINE_MS = 0xFFFFFFFF
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+class Asked(NamedTuple):
+    """A request that was sent and is to be answered by ``limit``."""
+
+    request: Request
+    limit: float
+    connection: Connection
+    pending: Pending
 
 
 class Session:
@@ -161,32 +170,55 @@ class Session:
 
     async def ask(self, request: Request, limit: float) -> Reply:
         """Return the one reply to a request. Raises what the daemon answered, DeadlineExceeded."""
-        async with aclosing(self.replies(request, limit)) as replies:
+        return await self.answer(await self.send(request, limit))
+
+    async def answer(self, asked: Asked) -> Reply:
+        """Return the one reply to what was sent."""
+        async with aclosing(self.replies(asked)) as replies:
             async for reply in replies:
                 return reply
         raise errors.ProtocolError("a request ended without an answer", "upgrade kvstore")
 
-    async def replies(
-        self, request: Request, limit: float, idle: float = math.inf, begin: float | None = None
-    ) -> AsyncGenerator[Reply, None]:
-        """Yield the replies to a request; Busy is repeated until the ``limit``.
+    async def send(self, request: Request, limit: float, begin: float | None = None) -> Asked:
+        """Send a request, for :meth:`replies` or :meth:`drop`.
+
+        ``begin`` is the limit for what has to come before the request, if another one.
+        """
+        connection, ready = await self._ready(request, limit if begin is None else begin)
+        return self._submit(connection, ready, limit)
+
+    async def replies(self, asked: Asked, idle: float = math.inf) -> AsyncGenerator[Reply, None]:
+        """Yield the replies to a request; Busy is repeated until its limit.
 
         Closing the iterator cancels the request. ``idle`` seconds at most pass between replies.
-        ``begin`` is the limit for what has to come before the request, if another one.
         """
         while True:
             answered = False
-            connection, ready = await self._ready(request, limit if begin is None else begin)
             try:
-                async with aclosing(self._replies(connection, ready, limit, idle)) as replies:
+                async with aclosing(self._replies(asked, idle)) as replies:
                     async for reply in replies:
                         answered = True
                         yield reply
                 return
             except errors.Busy:
-                if answered or time.monotonic() + RETRY_SECONDS > limit:
+                if answered or time.monotonic() + RETRY_SECONDS > asked.limit:
                     raise
                 await self.port.sleep(RETRY_SECONDS)
+            asked = await self.send(asked.request, asked.limit)
+
+    async def drop(self, asked: Asked) -> None:
+        """Let go of a request; without the daemon's word for it, its region is lost.
+
+        Does nothing to one that was answered or let go of.
+        """
+        pending, extent = asked.pending, asked.request.extent
+        if pending.done or pending.given_up:
+            return
+        try:
+            await self._let_go(asked.connection, pending)
+        finally:
+            if extent is not None and not pending.done:
+                self.regions.abandon(extent.region)
 
     async def _ready(self, request: Request, limit: float) -> tuple[Connection, Request]:
         """Add what belongs to the connection: the daemon's numbers of namespace and region."""
@@ -199,13 +231,7 @@ class Session:
             request, frame=replace(request.frame, handle=handle, region=region)
         )
 
-    async def _one(self, connection: Connection, request: Request, limit: float) -> Reply:
-        async with aclosing(self._replies(connection, request, limit, math.inf)) as replies:
-            return await anext(replies)
-
-    async def _replies(
-        self, connection: Connection, request: Request, limit: float, idle: float
-    ) -> AsyncGenerator[Reply, None]:
+    def _submit(self, connection: Connection, request: Request, limit: float) -> Asked:
         frame = replace(request.frame, deadline_ms=_milliseconds(limit - time.monotonic()))
         pending = connection.submit(
             frame,
@@ -214,20 +240,24 @@ class Session:
             extent=request.extent,
             descriptor=request.descriptor,
         )
+        return Asked(request, limit, connection, pending)
+
+    async def _one(self, connection: Connection, request: Request, limit: float) -> Reply:
+        asked = self._submit(connection, request, limit)
+        async with aclosing(self._replies(asked, math.inf)) as replies:
+            return await anext(replies)
+
+    async def _replies(self, asked: Asked, idle: float) -> AsyncGenerator[Reply, None]:
+        connection, pending = asked.connection, asked.pending
         try:
             while not pending.done or pending.replies:
-                until = min(limit + WORD_SECONDS, time.monotonic() + idle)
+                until = min(asked.limit + WORD_SECONDS, time.monotonic() + idle)
                 yield await self._next(connection, pending, until)
         except errors.ProtocolError as error:
             connection.close(error)
             raise
         finally:
-            try:
-                if not pending.done:
-                    await self._let_go(connection, pending)
-            finally:
-                if request.extent is not None and not pending.done:
-                    self.regions.abandon(request.extent.region)
+            await self.drop(asked)
 
     async def _next(self, connection: Connection, pending: Pending, until: float) -> Reply:
         await self.port.wait(connection, pending, until)

@@ -173,6 +173,11 @@ def test_a_chain_is_put_no_further_than_its_first_gap(
     )
 
 
+def test_a_label_that_is_not_unicode_is_refused(client: Client) -> None:
+    with pytest.raises(errors.UsageError, match="label"):
+        client.put(key(0), b"x", label="\udfff")
+
+
 def test_blocks_of_unexpected_length_are_asked_for_again(client: Client) -> None:
     client.put(key(0), b"tiny")
     assert client.get(key(0)) == b"tiny"
@@ -343,7 +348,7 @@ def test_replies_in_any_order_reach_those_who_asked(daemon: FakeDaemon, client: 
     waiting: list[Asked] = []
 
     def script(asked: Asked) -> bool:
-        if asked.frame.op != Op.GET:
+        if asked.frame.op != Op.STREAM_GET:
             return False
         waiting.append(asked)
         if len(waiting) == 8:
@@ -362,7 +367,7 @@ def test_many_threads_share_one_connection(daemon: FakeDaemon, client: Client) -
     chance = random.Random(3)
 
     def script(asked: Asked) -> bool:
-        if asked.frame.op not in (Op.GET, Op.PUT, Op.CONTAINS) or chance.random() < 0.3:
+        if asked.frame.op not in (Op.STREAM_GET, Op.PUT, Op.CONTAINS) or chance.random() < 0.3:
             return False
         threading.Timer(chance.random() * 0.01, daemon.serve, [asked]).start()
         return True
@@ -435,13 +440,13 @@ def test_sending_and_receiving_more_than_the_sockets_hold_does_not_lock(
 def test_a_cancel_that_is_confirmed_costs_no_memory(daemon: FakeDaemon, client: Client) -> None:
     names, blocks = many(2, MIB)
     client.put_many(names, blocks)
-    daemon.script = silent(Op.GET, confirm=True)
+    daemon.script = silent(Op.STREAM_GET, confirm=True)
     begun = time.monotonic()
     with pytest.raises(errors.DeadlineExceeded):
         client.get_many(names, timeout=0.2)
     assert time.monotonic() - begun < 0.6
     cancelled = int.from_bytes(daemon.of(Op.CANCEL)[0].meta, "little")
-    assert cancelled == daemon.of(Op.GET)[-1].frame.request
+    assert cancelled == daemon.of(Op.STREAM_GET)[-1].frame.request
     daemon.script = None
     assert whole(client.get_many(names)) == blocks
     assert client._operations._session.regions.abandoned == 0
@@ -459,18 +464,18 @@ def test_late_writes_reach_no_memory_that_is_used_again(daemon: FakeDaemon, clie
     names, blocks = many(4, MIB)
     client.put_many(names, blocks)
     for round_ in range(3):
-        daemon.script = silent(Op.GET)
+        daemon.script = silent(Op.STREAM_GET)
         with pytest.raises(errors.DeadlineExceeded):
             client.get_many(names, timeout=0.1)
-        late = daemon.of(Op.GET)[-1]
+        late = daemon.of(Op.STREAM_GET)[-1]
         assert client._operations._session.regions.abandoned == round_ + 1
 
         def meddle(asked: Asked, late: Asked = late) -> bool:
             # While others put and get, the daemon wakes up and writes what it was asked for long
             # ago; memory that had been leased again would change under them.
-            if asked.frame.op in (Op.GET, Op.PUT):
+            if asked.frame.op in (Op.STREAM_GET, Op.PUT):
                 scribble(late)
-            if asked.frame.op == Op.GET:
+            if asked.frame.op == Op.STREAM_GET:
                 daemon.serve(asked)
                 scribble(late)
                 return True
@@ -489,7 +494,7 @@ def test_late_writes_reach_no_memory_that_is_used_again(daemon: FakeDaemon, clie
 
 
 def exhaust(daemon: FakeDaemon, client: Client) -> None:
-    daemon.script = silent(Op.GET)
+    daemon.script = silent(Op.STREAM_GET)
     for _ in range(4):
         with pytest.raises(errors.DeadlineExceeded):
             client.get_many([key(0)] * 2, timeout=0.05)
@@ -541,14 +546,14 @@ def test_a_closed_connection_confirms_nothing(daemon: FakeDaemon, client: Client
     client.put_many(names, blocks)
 
     def script(asked: Asked) -> bool:
-        if asked.frame.op == Op.GET:
+        if asked.frame.op == Op.STREAM_GET:
             daemon.drop_all()
-        return asked.frame.op == Op.GET
+        return asked.frame.op == Op.STREAM_GET
 
     daemon.script = script
     with pytest.raises(errors.DaemonUnavailable):
         client.get_many(names)
-    late = daemon.of(Op.GET)[0]
+    late = daemon.of(Op.STREAM_GET)[0]
     assert client._operations._session.regions.abandoned == 1
     daemon.script = None
     assert whole(client.get_many(names)) == blocks
@@ -569,8 +574,8 @@ def test_a_late_confirmation_ends_a_loss(daemon: FakeDaemon, client: Client) -> 
         daemon.serve(cancel)
     assert whole(client.get_many(names)) == blocks
     assert client._operations._session.regions.abandoned == 0
-    lost = {one.frame.region for one in daemon.of(Op.GET)[:-1]}
-    assert daemon.of(Op.GET)[-1].frame.region not in lost
+    lost = {one.frame.region for one in daemon.of(Op.STREAM_GET)[:-1]}
+    assert daemon.of(Op.STREAM_GET)[-1].frame.region not in lost
     assert {one.frame.region for one in daemon.of(Op.UNREGISTER)} == lost
 
 
@@ -580,7 +585,7 @@ def test_a_refused_cancel_confirms_nothing(daemon: FakeDaemon, client: Client) -
     def script(asked: Asked) -> bool:
         if asked.frame.op == Op.CANCEL:
             asked.fail(errors.Busy("not now", ""))
-        return asked.frame.op in (Op.GET, Op.CANCEL)
+        return asked.frame.op in (Op.STREAM_GET, Op.CANCEL)
 
     daemon.script = script
     with pytest.raises(errors.DeadlineExceeded):
@@ -592,11 +597,11 @@ def test_late_answers_are_dropped(daemon: FakeDaemon, client: Client) -> None:
     daemon.takes_regions = False
     names, blocks = many(2, MIB)
     client.put_many(names, blocks)
-    daemon.script = silent(Op.GET)
+    daemon.script = silent(Op.STREAM_GET)
     with pytest.raises(errors.DeadlineExceeded):
         client.get_many(names, timeout=0.1)
     daemon.script = None
-    late = threading.Thread(target=daemon.serve, args=(daemon.of(Op.GET)[0],))
+    late = threading.Thread(target=daemon.serve, args=(daemon.of(Op.STREAM_GET)[0],))
     late.start()
     assert whole(client.get_many(names[::-1])) == blocks[::-1]
     late.join(10)
@@ -627,7 +632,7 @@ def test_answers_that_do_not_fit_are_refused(
     daemon: FakeDaemon, client: Client, header: dict[str, int]
 ) -> None:
     def script(asked: Asked) -> bool:
-        if asked.frame.op != Op.GET:
+        if asked.frame.op != Op.STREAM_GET:
             return False
         asked.answer(bytes([BlockStatus.MISS]) * 3 + bytes(36), b"", **header)
         if header.get("flags"):
@@ -667,9 +672,9 @@ def test_an_answer_to_nobody_fails_all_who_wait(daemon: FakeDaemon, client: Clie
 
 def test_garbage_ends_the_connection(daemon: FakeDaemon, client: Client) -> None:
     def script(asked: Asked) -> bool:
-        if asked.frame.op == Op.GET:
+        if asked.frame.op == Op.STREAM_GET:
             asked.peer.send(bytes(64))
-        return asked.frame.op == Op.GET
+        return asked.frame.op == Op.STREAM_GET
 
     daemon.script = script
     with pytest.raises(errors.ProtocolError):
@@ -684,7 +689,7 @@ def test_a_daemon_that_dies_in_the_middle_of_an_answer_is_told(
     client.put(key(1), block(1, 100_000))
 
     def script(asked: Asked) -> bool:
-        if asked.frame.op != Op.GET:
+        if asked.frame.op != Op.STREAM_GET:
             return False
         meta, data = bytes(1) + (100_000).to_bytes(4, "little") + bytes(8), bytes(50_000)
         frame = replace(asked.frame, meta_bytes=len(meta), payload_bytes=100_000, flags=0)
@@ -1085,7 +1090,7 @@ def test_asyncio_has_many_requests_under_way(daemon: FakeDaemon) -> None:
     waiting: list[Asked] = []
 
     def script(asked: Asked) -> bool:
-        if asked.frame.op != Op.GET:
+        if asked.frame.op != Op.STREAM_GET:
             return False
         waiting.append(asked)
         if len(waiting) == 30:
@@ -1110,7 +1115,7 @@ def test_a_cancelled_task_cancels_its_request(daemon: FakeDaemon, confirm: bool)
     async def act() -> None:
         async with AsyncClient(daemon.address) as client:
             await client.put_many(names, blocks)
-            daemon.script = silent(Op.GET, confirm=confirm)
+            daemon.script = silent(Op.STREAM_GET, confirm=confirm)
             task = asyncio.create_task(client.get_many(names))
             await asyncio.sleep(0.1)
             task.cancel()
@@ -1118,7 +1123,7 @@ def test_a_cancelled_task_cancels_its_request(daemon: FakeDaemon, confirm: bool)
                 await task
             assert len(daemon.of(Op.CANCEL)) == 1
             assert client._session.regions.abandoned == (0 if confirm else 1)
-            late = daemon.of(Op.GET)[0]
+            late = daemon.of(Op.STREAM_GET)[0]
 
             def script(asked: Asked) -> bool:
                 scribble(late)
@@ -1134,7 +1139,7 @@ def test_asyncio_keeps_deadlines(daemon: FakeDaemon) -> None:
     async def act() -> None:
         async with AsyncClient(daemon.address) as client:
             await client.put(key(1), b"x")
-            daemon.script = silent(Op.GET)
+            daemon.script = silent(Op.STREAM_GET)
             with pytest.raises(errors.DeadlineExceeded):
                 await client.get(key(1), timeout=0.1)
             daemon.script = None

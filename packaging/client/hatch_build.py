@@ -10,7 +10,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 FILES = (
     *("__init__.py", "py.typed", "errors.py", "answers.py", "keys.py", "protocol.py"),
     *("regions.py", "exchange.py", "waiting.py", "requests.py", "session.py"),
-    *("questions.py", "operations.py", "client.py", "aclient.py", "integrations"),
+    *("questions.py", "transfer.py", "operations.py", "client.py", "aclient.py", "integrations"),
 )
 
 
