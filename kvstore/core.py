@@ -245,18 +245,19 @@ class Core:
             index.free(index.remove(rows[lost]))
         index.clear_flags(rows[~lost], MEM)
 
-    def forget_stranded(self, rows: U32) -> None:
+    def forget_stranded(self, rows: U32) -> bool:
         """Drop blocks that are in memory only because the disk refused them: they may be put anew.
 
-        Those that somebody is reading stay.
+        Those that somebody is reading stay. Returns whether there was one to drop.
         """
-        rows = np.unique(rows)
         stranded = (self.index.flags[rows] & (MEM | DISK | DIRTY)) == MEM
-        rows = rows[stranded & (self.index.references[rows] == 0)]
-        if len(rows):
-            self.publish_removed(rows)
-            self.tier.drop(rows)
-            self.index.free(self.index.remove(rows))
+        rows = np.unique(rows[stranded & (self.index.references[rows] == 0)])
+        if not len(rows):
+            return False
+        self.publish_removed(rows)
+        self.tier.drop(rows)
+        self.index.free(self.index.remove(rows))
+        return True
 
     def forget_copies(self, rows: U32, generations: U64) -> None:
         """Drop damaged copies in memory of blocks that are on disk too."""

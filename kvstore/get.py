@@ -30,12 +30,17 @@ if TYPE_CHECKING:
     from kvstore.namespaces import Namespace
     from kvstore.slab import Extent
 
+_COPY_SHARE = 4
+# Members of an enum are slow to look up, and these are asked for each block.
+_READ = (int(Status.OK), int(Status.DAMAGED))
+_GOOD = int(Verdict.OK)
 _PIECE_BYTES = 4 << 20
 """Read, verify and copy in pieces of about this size, while they are in the processor's cache."""
 
 
 class Get(Job):
-    """Reads the first ``count`` of ``keys``: what fits ``budget`` bytes of images, at least one.
+    """Reads the first ``count`` of ``keys``, at least one: images of ``budget`` bytes, or four
+    times as many that are in memory.
 
     With ``targets``, one for each key, every verified payload is also copied there. After
     ``finish``: ``statuses`` u8 (OK, MISS or TOO_LARGE), ``lengths`` u32 and ``checksums`` u64 (0
@@ -59,8 +64,10 @@ class Get(Job):
         space = space_number(namespace.number, shard)
         rows = core.index.find(space, keys)
         readable = core.index.readable(rows)
-        sizes = np.where(readable, core.index.sizes[np.where(readable, rows, 0)], 0)
-        self.count = _fitting(sizes, readable, budget)
+        known = np.where(readable, rows, 0)
+        sizes = np.where(readable, core.index.sizes[known], 0)
+        in_memory = (core.index.flags[known] & MEM) != 0
+        self.count = _fitting(sizes, readable, in_memory, budget)
         self.hits = np.flatnonzero(readable[: self.count])
         self._rows: U32 = rows[self.hits]
         self._sizes: U32 = sizes[self.hits].astype(np.uint32)
@@ -73,7 +80,8 @@ class Get(Job):
             self._generations,
             core.index.places[self._rows],
         )
-        self._in_memory = (core.index.flags[self._rows] & MEM) != 0
+        self._in_memory = in_memory[self.hits]
+        self._filled = record.image_bytes_of(self._sizes)
         self._images: list[memoryview] = [memoryview(b"")] * len(self.hits)
         self._slots: U64 = np.zeros(0, np.uint64)
         self._extents: list[Extent] = []
@@ -87,6 +95,10 @@ class Get(Job):
     def _take_memory(self) -> None:
         """Find images in memory; take room for the others, in the tier if there is any."""
         core, inside = self._core, self._in_memory
+        if inside.all():
+            self._promoted = np.flatnonzero(~inside)
+            self._place(np.arange(len(inside)), core.tier.find(self._rows))
+            return
         # A hold on what is in memory comes before room is made, or it might leave for that.
         core.index.acquire(self._rows[inside])
         try:
@@ -123,7 +135,7 @@ class Get(Job):
     # -- run: in a worker -------------------------------------------------------------------------
 
     def run(self) -> None:
-        ends = np.cumsum(record.image_bytes_of(self._sizes), dtype=np.int64)
+        ends = np.cumsum(self._filled)
         start = 0
         while start < len(ends) and not self._cancelled:
             base = int(ends[start - 1]) if start else 0
@@ -136,24 +148,22 @@ class Get(Job):
     def _fetch(self, numbers: np.ndarray) -> None:
         """Read what is not in memory already."""
         self._reads[numbers[self._in_memory[numbers]]] = Status.OK
-        filled = record.image_bytes_of(self._sizes[numbers]).astype(np.uint32)
-        self._filled = dict(zip(numbers.tolist(), filled.tolist(), strict=True))
         absent = numbers[~self._in_memory[numbers]]
         if not len(absent):
             return
         images = [self._images[number] for number in absent.tolist()]
         result = self._core.engine.get_many_into(self._blocks.take(absent), images)
         self._reads[absent] = result.statuses
-        self._filled.update(zip(absent.tolist(), result.filled.tolist(), strict=True))
+        self._filled[absent] = result.filled
 
     def _verify(self, number: int) -> None:
         """Judge one image; copy its payload where it is wanted."""
-        if self._reads[number] not in (Status.OK, Status.DAMAGED):
+        if self._reads[number] not in _READ:
             return
         blocks, image, length = self._blocks, self._images[number], int(self._sizes[number])
         verdict, checksum, _ = record.judge(
             image,
-            self._filled[number],
+            int(self._filled[number]),
             store=self._core.uuid,
             namespace=blocks.namespace,
             shard=blocks.shard,
@@ -162,20 +172,19 @@ class Get(Job):
             length=length,
         )
         self._verdicts[number], self._sums[number] = verdict, checksum
-        if verdict == Verdict.OK and self._targets is not None:
+        if verdict == _GOOD and self._targets is not None:
             target = self._targets[int(self.hits[number])]
-            self._small[number] = len(target) < length
-            if not self._small[number]:
-                payload = image[record.HEADER_PAGE : record.HEADER_PAGE + length]
-                np.copyto(
-                    np.frombuffer(target[:length], np.uint8), np.frombuffer(payload, np.uint8)
-                )
+            if len(target) < length:
+                self._small[number] = True
+                return
+            payload = np.frombuffer(image, np.uint8, length, record.HEADER_PAGE)
+            np.copyto(np.frombuffer(target, np.uint8, length), payload)
 
     # -- finish: on the owner thread --------------------------------------------------------------
 
     def finish(self) -> None:
         core = self._core
-        good = (self._reads == Status.OK) & (self._verdicts == Verdict.OK)
+        good = (self._reads == Status.OK) & (self._verdicts == _GOOD)
         same = core.index.holds(self._rows, self._generations)
         core.touch(self._rows[good & same])
         if core.doubt:
@@ -204,6 +213,8 @@ class Get(Job):
     def _promote(self, good: np.ndarray) -> None:
         """Keep in memory what was read off the disk, unless somebody else did meanwhile."""
         core, numbers = self._core, self._promoted
+        if not len(numbers):
+            return
         rows = self._rows[numbers]
         flags = core.index.flags[rows]
         keep = good[numbers] & ((flags & MEM) == 0) & ((flags & DISK) != 0)
@@ -217,6 +228,8 @@ class Get(Job):
 
     def _discard(self, bad: np.ndarray) -> None:
         """Drop what is not there or not whole; a failed read drops nothing."""
+        if not bad.any():
+            return
         core, reads = self._core, self._reads
         rows, generations = self._rows, self._generations
         missing = bad & (reads == Status.MISSING)
@@ -246,12 +259,15 @@ class Get(Job):
         rows, self._rows = self._rows, self._rows[:0]
         if len(rows):
             core.release(rows, self._generations)
-        core.tier.give_back(self._slots)
+        if len(self._slots):
+            core.tier.give_back(self._slots)
         core.bounce.release(self._extents)
         self._slots, self._extents = self._slots[:0], []
 
 
-def _fitting(sizes: np.ndarray, readable: np.ndarray, budget: int) -> int:
+def _fitting(sizes: np.ndarray, readable: np.ndarray, in_memory: np.ndarray, budget: int) -> int:
     images = np.where(readable, record.image_bytes_of(sizes), 0)
+    # Those in memory take none, but others wait while they are copied.
+    images[in_memory] = sizes[in_memory] // _COPY_SHARE
     fitting = int(np.searchsorted(np.cumsum(images, dtype=np.int64), budget, "right"))
     return min(len(sizes), max(1, fitting))

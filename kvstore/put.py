@@ -9,86 +9,54 @@ every block has reached the level asked for, or failed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore import events, record, versions
+from kvstore import record
 from kvstore.answers import Ack, BlockStatus
+from kvstore.batch import Batch
 from kvstore.errors import InvalidKey, KVStoreError, ReadOnly
 from kvstore.index import DIRTY, DISK, DURABLE, GHOST, NONE, WRITING
 from kvstore.job import Job
-from kvstore.keys import KeyArray, check_block_length, key_array, space_number
-from kvstore.writer import Entry, Waiter
+from kvstore.keys import check_block_length, space_number
+from kvstore.writer import Waiter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvstore.backends.base import U8, U32, U64
+    from kvstore.batch import PutRequest
     from kvstore.core import Core
-    from kvstore.namespaces import Namespace
     from kvstore.slab import Extent
 
 Positions = np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
-class PutRequest:
-    """Blocks of one namespace and shard: keys (n, key length), payload bytes u32 (n,).
-
-    ``level`` is what the answer waits for. With ``chain`` each block is the parent of the next;
-    ``parent`` is that of the first block, empty if it has none. With ``overwrite`` a known key gets
-    a new version. ``checksums`` are xxh3-64 of the payloads as the client saw them.
-    """
-
-    namespace: Namespace
-    shard: int
-    keys: KeyArray
-    lengths: U32
-    level: Ack = Ack.ACCEPTED
-    chain: bool = False
-    parent: bytes = b""
-    label: str = ""
-    overwrite: bool = False
-    checksums: U64 | None = None
-    parents: tuple[bytes, ...] = ()
-    """The parent of each block, empty for none; used instead of ``chain`` and ``parent``."""
-
-    def parent_of(self, position: int) -> bytes:
-        """Return the key of the parent of one block, empty if it has none."""
-        if self.parents:
-            return self.parents[position]
-        if position and self.chain:
-            return bytes(self.keys[position - 1])
-        return self.parent if not position else b""
-
-    def take(self, positions: list[int]) -> PutRequest:
-        """Return the request for some of the blocks."""
-        return replace(
-            self,
-            keys=self.keys[positions],
-            lengths=self.lengths[positions],
-            checksums=None if self.checksums is None else self.checksums[positions],
-            parents=tuple(self.parent_of(position) for position in positions),
-        )
-
-
 class Put(Job, Waiter):
     """Puts the blocks that are new; the others are answered from the index.
 
-    ``sources`` are the payloads; they are read until the put is answered. ``statuses`` (one
+    ``sources`` are the payloads; they are read until the put is answered. Those that lie in memory
+    of ours, ``received`` into extents with room for a header page before them, are used in place;
+    then the extent leaves that list. ``statuses`` (one
     :class:`BlockStatus` each) are final when it is. Raises Busy when memory has no room now, and
     what :func:`check` refuses; then nothing was taken.
     """
 
-    def __init__(self, core: Core, request: PutRequest, sources: Sequence[memoryview]) -> None:
+    def __init__(
+        self,
+        core: Core,
+        request: PutRequest,
+        sources: Sequence[memoryview],
+        received: list[Extent | None] | None = None,
+    ) -> None:
         Job.__init__(self)
         self.statuses: U8 = np.full(len(request.keys), BlockStatus.FAILED, np.uint8)
         self._core = core
         self._request = request
         self._sources = sources
+        self._received = received
         self._space = space_number(request.namespace.number, request.shard)
         self._open = np.ones(len(request.keys), np.bool_)
         self._finished = self._over = False
@@ -97,7 +65,7 @@ class Put(Job, Waiter):
         self._flushed: list[int] = []
         self._held: U32 = np.zeros(0, np.uint32)
         self._held_generations: U64 = np.zeros(0, np.uint64)
-        self._batches: list[_Batch] = []
+        self._batches: list[Batch] = []
         check(core, request)
         try:
             self._sort_out()
@@ -120,8 +88,8 @@ class Put(Job, Waiter):
         """Answer what the index knows; make batches of what must be written."""
         index, request = self._core.index, self._request
         rows = index.find(self._space, request.keys)
-        self._core.forget_stranded(rows[rows != NONE])
-        rows = index.find(self._space, request.keys)
+        if self._core.forget_stranded(rows[rows != NONE]):
+            rows = index.find(self._space, request.keys)
         unknown = rows == NONE
         safe = np.where(unknown, 0, rows)
         unknown |= (index.flags[safe] & GHOST) != 0
@@ -136,14 +104,15 @@ class Put(Job, Waiter):
         else:
             renewed = np.zeros(len(rows), np.bool_)
             joined = ~unknown & ~readable & same
-            self._settle(np.flatnonzero(~unknown & ~same), BlockStatus.CONFLICT)
+            self.settle(np.flatnonzero(~unknown & ~same), BlockStatus.CONFLICT)
         self._hold(rows[readable])
         self._await_level(np.flatnonzero(readable & same & ~renewed & ~joined), rows)
         fresh = self._first_of_each(np.flatnonzero(unknown | renewed))
         self._bring(fresh[~renewed[fresh]], fresh[renewed[fresh]], rows)
         self._join(np.flatnonzero(joined), rows)
-        known = index.find(self._space, request.keys)
-        self._core.touch(known[known != NONE])
+        for batch in self._batches:
+            rows[batch.positions] = batch.rows
+        self._core.touch(rows[rows != NONE])
         for batch in self._batches:
             batch.describe()
 
@@ -165,13 +134,13 @@ class Put(Job, Waiter):
             generation = int(index.generations[row])
             durable = bool(index.flags[row] & DURABLE) or generation <= core.synced_generation
             if level is Ack.ACCEPTED or (on_disk and (durable or level is Ack.WRITTEN)):
-                self._settle([position], BlockStatus.ALREADY_PRESENT)
+                self.settle([position], BlockStatus.ALREADY_PRESENT)
             elif on_disk:
                 self._flushed.append(position)
             elif index.flags[row] & DIRTY:
                 core.writer.watch(row, self, position, durable=level is Ack.DURABLE)
             else:
-                self._settle([position], BlockStatus.BUSY)
+                self.settle([position], BlockStatus.BUSY)
 
     def _first_of_each(self, positions: Positions) -> Positions:
         """Leave out later copies of a key that this batch itself brings; they join the first."""
@@ -199,12 +168,12 @@ class Put(Job, Waiter):
         through = np.zeros(len(new), np.bool_)
         if len(new):
             through = core.tier.fits(sizes[new]) & core.writer.has_room(sizes[new])
+        make = partial(Batch, core, self._request, received=self._received)
         for positions, dirty in ((new[through], True), (new[~through], False)):
             if len(positions):
-                self._batches.append(_Batch(core, self._request, positions, dirty=dirty))
+                self._batches.append(make(positions, dirty=dirty))
         if len(renewed):
-            batch = _Batch(core, self._request, renewed, dirty=False, renews=rows[renewed])
-            self._batches.append(batch)
+            self._batches.append(make(renewed, dirty=False, renews=rows[renewed]))
         for batch in self._batches:
             batch.begin(self)
 
@@ -214,7 +183,7 @@ class Put(Job, Waiter):
         for position, row in zip(positions.tolist(), rows[positions].tolist(), strict=True):
             other = self._core.writing.get(row)
             if other is None and not self._core.index.flags[row] & (DIRTY | WRITING):
-                self._settle([position], BlockStatus.BUSY)
+                self.settle([position], BlockStatus.BUSY)
             elif other is None or other.done:
                 self._core.writer.watch(row, self, position, durable=False, again=True)
             else:
@@ -228,18 +197,16 @@ class Put(Job, Waiter):
         try:
             again = Put(core, self._request.take(positions), [self._sources[p] for p in positions])
         except KVStoreError:
-            self._settle(positions, BlockStatus.BUSY)
+            self.settle(positions, BlockStatus.BUSY)
             return
         core.queue(again)
-        again.when_answered(lambda: self._settle(positions, again.statuses))
+        again.when_answered(lambda: self.settle(positions, again.statuses))
 
     # -- run: in a worker -------------------------------------------------------------------------
 
-    def run(self) -> None:
-        for batch in self._batches:
-            batch.fill(self._sources)
-        if self._flushed:
-            self._core.sync_everything()
+    def acts(self) -> list[Callable[[], None]]:
+        acts = [act for batch in self._batches for act in batch.acts(self._sources)]
+        return [*acts, self._core.sync_everything] if self._flushed else acts
 
     # -- finish: on the owner thread --------------------------------------------------------------
 
@@ -249,7 +216,7 @@ class Put(Job, Waiter):
         for batch in self._batches:
             batch.finish(self, failed=failed)
         self._core.release(self._held, self._held_generations)
-        self._settle(self._flushed, BlockStatus.FAILED if failed else BlockStatus.ALREADY_PRESENT)
+        self.settle(self._flushed, BlockStatus.FAILED if failed else BlockStatus.ALREADY_PRESENT)
         self._answer_if_settled()
 
     def settle_row(self, position: int, status: int, *, again: bool) -> None:
@@ -257,16 +224,16 @@ class Put(Job, Waiter):
         if again:
             self._look_again([position])
         else:
-            self._settle([position], status)
+            self.settle([position], status)
 
-    def _settle(self, positions: Positions | list[int], status: int | U8) -> None:
+    def settle(self, positions: Positions | list[int], status: int | U8) -> None:
         if not len(positions):
             return
         self.statuses[positions] = status
         self._open[positions] = False
         for position in list(positions):
             for copy in self._copies.pop(int(position), ()):
-                self._settle([copy], self._like(int(position), copy))
+                self.settle([copy], self._like(int(position), copy))
         self._answer_if_settled()
 
     def _like(self, first: int, copy: int) -> int:
@@ -292,185 +259,6 @@ class Put(Job, Waiter):
         counters.conflicts += int(counts[BlockStatus.CONFLICT])
         counters.refused_full += int(counts[BlockStatus.FULL])
         counters.write_errors += int(counts[BlockStatus.FAILED])
-
-
-class _Batch:
-    """Blocks of one put that go the same way: through memory (``dirty``) or around it.
-
-    ``renews`` are the rows of known blocks that get a new version; else rows are made.
-    """
-
-    def __init__(
-        self,
-        core: Core,
-        request: PutRequest,
-        positions: Positions,
-        *,
-        dirty: bool,
-        renews: U32 | None = None,
-    ) -> None:
-        self._core = core
-        self._request = request
-        self._positions = positions
-        self._dirty = dirty
-        self._renews = renews is not None
-        self._rows: U32 = np.zeros(0, np.uint32) if renews is None else renews
-        self._old: U64 = core.index.generations[self._rows]
-        self._slots: U64 = np.zeros(0, np.uint64)
-        self._extents: list[Extent] = []
-        self._good = np.zeros(len(positions), np.bool_)
-
-    def begin(self, put: Put) -> None:
-        """Take memory, rows and generations. Raises Busy, MemoryError."""
-        core, request = self._core, self._request
-        lengths = request.lengths[self._positions]
-        sizes = record.image_bytes_of(lengths)
-        if self._dirty:
-            self._slots = core.tier.reserve(sizes)
-            self._images = core.tier.views(self._slots, lengths)
-        else:
-            self._extents = core.bounce.allocate(sizes.tolist())
-            self._images = [extent.view for extent in self._extents]
-        self._generations = core.new_generations(len(lengths))
-        if not self._renews:
-            self._make_rows(request.keys[self._positions], lengths)
-            self._link()
-        core.writing.update(dict.fromkeys(self._rows.tolist(), put))
-
-    def _make_rows(self, keys: KeyArray, lengths: U32) -> None:
-        core, index = self._core, self._core.index
-        space = space_number(self._request.namespace.number, self._request.shard)
-        known = index.find(space, keys)
-        new, now = known == NONE, core.clock.micros()
-        rows = known.copy()
-        rows[new] = index.insert(space, keys[new], lengths[new], self._generations[new], now)
-        self._rows = rows
-        index.realize(rows[~new], lengths[~new], self._generations[~new], now)
-
-    def _link(self) -> None:
-        """Tie the new rows to their parents, making ghosts of unknown ones."""
-        index, request = self._core.index, self._request
-        space = space_number(request.namespace.number, request.shard)
-        parents = [request.parent_of(position) for position in self._positions.tolist()]
-        with_parent = [number for number, parent in enumerate(parents) if parent]
-        if with_parent:
-            keys = key_array([parents[number] for number in with_parent])
-            index.link(self._rows[with_parent], index.ghosts(space, keys))
-
-    def describe(self) -> None:
-        """Describe the versions for engine and journal, once links and stamps are what they are."""
-        core, index = self._core, self._core.index
-        kind = events.Kind.BEGIN
-        self.begins = versions.records(index, core.namespaces, self._rows, kind)
-        self.begins["generation"] = self._generations
-        self.begins["length"] = self._request.lengths[self._positions]
-        self._blocks = versions.blocks_of(self.begins)[0]
-
-    def undo(self) -> None:
-        """Give back what :meth:`begin` took, as far as it came."""
-        core = self._core
-        for row in self._rows.tolist():
-            core.writing.pop(row, None)
-        if not self._renews:
-            core.index.abort(self._rows)
-        self._give_memory_back()
-
-    def _give_memory_back(self) -> None:
-        self._core.tier.give_back(self._slots)
-        self._core.bounce.release(self._extents)
-        self._slots, self._extents = self._slots[:0], []
-
-    def fill(self, sources: Sequence[memoryview]) -> None:
-        """Copy and hash each payload, write the header page and zero the padding (*worker*)."""
-        request, blocks = self._request, self._blocks
-        now, start = self._core.clock.nanos(), record.HEADER_PAGE
-        lengths, generations = blocks.lengths.tolist(), blocks.generations.tolist()
-        for number, position in enumerate(self._positions.tolist()):
-            image, length = self._images[number], lengths[number]
-            payload = image[start : start + length]
-            # Not by slice assignment, which would keep the interpreter for the whole copy.
-            np.copyto(np.frombuffer(payload, np.uint8), np.frombuffer(sources[position], np.uint8))
-            checksum = record.payload_checksum(payload)
-            if request.checksums is not None and checksum != int(request.checksums[position]):
-                continue
-            header = record.Header(
-                store=self._core.uuid,
-                namespace=blocks.namespace,
-                shard=blocks.shard,
-                key=blocks.keys[number].tobytes(),
-                parent=request.parent_of(position),
-                generation=generations[number],
-                written_ns=now,
-                logical_length=length,
-                stored_length=length,
-                checksum=checksum,
-                label=request.label,
-            )
-            record.encode_into(header, image[:start])
-            padding = image[start + length :]
-            padding[:] = bytes(len(padding))
-            self._good[number] = True
-
-    def finish(self, put: Put, *, failed: bool) -> None:
-        """Make the copied blocks readable where they are in memory; hand all to the writer."""
-        core = self._core
-        if failed:
-            self.undo()
-            put._settle(self._positions, BlockStatus.FAILED)
-            return
-        bad = ~self._good
-        if bad.any():
-            put._settle(self._positions[bad], BlockStatus.MISMATCH)
-            self._drop(bad)
-        if self._renews and (gone := core.writer.hold(self._rows, self._old)).any():
-            put._settle(self._positions[gone], BlockStatus.OK)
-            self._drop(gone)
-        if not len(self._rows):
-            return
-        level = put._request.level
-        if self._dirty:
-            for row in self._rows.tolist():
-                core.writing.pop(row, None)
-            core.index.fill(self._rows)
-            core.tier.keep(self._rows, self._slots)
-            core.publish_stored(self._rows)
-            if level is Ack.ACCEPTED:
-                put._settle(self._positions, BlockStatus.OK)
-        entry = Entry(
-            rows=self._rows,
-            blocks=self._blocks,
-            images=self._images,
-            begins=self.begins,
-            durable=level is Ack.DURABLE,
-            namespace=self._request.namespace,
-            dirty=self._dirty,
-            renews=self._renews,
-            extents=self._extents,
-            old=self._old,
-        )
-        if not self._dirty or level is not Ack.ACCEPTED:
-            entry.waiter, entry.positions = put, self._positions.tolist()
-        core.writer.add(entry)
-
-    def _drop(self, bad: np.ndarray) -> None:
-        """Leave out blocks, for instance whose payload was not what the client announced."""
-        core, good = self._core, ~bad
-        for row in self._rows[bad].tolist():
-            core.writing.pop(row, None)
-        if not self._renews:
-            core.index.abort(self._rows[bad])
-        if self._dirty:
-            core.tier.give_back(self._slots[bad])
-            self._slots = self._slots[good]
-        else:
-            gone = [one for one, left in zip(self._extents, bad, strict=True) if left]
-            core.bounce.release(gone)
-            self._extents = [one for one, kept in zip(self._extents, good, strict=True) if kept]
-        self._rows, self._positions = self._rows[good], self._positions[good]
-        self._old = self._old[good] if self._renews else self._old
-        self._images = [one for one, kept in zip(self._images, good, strict=True) if kept]
-        self._blocks, self.begins = self._blocks.take(good), self.begins[good]
-        self._good = self._good[good]
 
 
 def check(core: Core, request: PutRequest) -> None:

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvstore.errors import Busy
 
 if TYPE_CHECKING:
@@ -26,16 +24,17 @@ if TYPE_CHECKING:
     from kvstore.store import Store
 
 GET_BUDGET = 16 << 20
-"""Bytes of memory that one get may take."""
-STREAM_BUDGET = 4 << 20
-"""The same where the client wants each block as soon as possible."""
+"""Bytes of memory that one get may take; see :class:`~kvstore.get.Get`."""
+FIRST_BUDGET = 1 << 20
+"""The same for the first get of a stream, whose blocks are wanted as soon as they are there ..."""
+STREAM_BUDGET = 8 << 20
+"""... and for the later ones, each of which may take more than the one before: few cost less."""
+_GROWTH = 4
 DEPTH = 2
 """Gets under way at a time."""
 FIRST_KEYS = 256
 SLICE_KEYS = 4096
 """Keys that are looked up at a time, so that nobody waits for a long question of another."""
-_PAGES = 8192
-"""What a block takes besides its payload, at most: its header page and padding."""
 
 
 class Targets:
@@ -45,20 +44,13 @@ class Targets:
         self._region = region
         self._offsets = offsets
         self._capacities = capacities
-        self._ends = np.cumsum(capacities.astype(np.int64) + _PAGES)
-
-    def fitting(self, start: int, budget: int) -> int:
-        """Return how many rows from ``start`` on hold at most ``budget`` bytes, at least one."""
-        before = int(self._ends[start - 1]) if start else 0
-        stop = int(np.searchsorted(self._ends, before + budget, "right"))
-        return max(1, stop - start)
 
     def rows(self, part: slice) -> list[memoryview]:
         return self._region.rows(self._offsets[part], self._capacities[part])
 
 
 class Reading:
-    """Reads ``keys`` in gets of at most ``budget`` bytes of memory, into ``targets`` if given."""
+    """Reads ``keys``, into ``targets`` if given; ``stream``: a few at first, then more."""
 
     def __init__(
         self,
@@ -66,14 +58,16 @@ class Reading:
         store: Store,
         where: tuple[Namespace, int],
         keys: KeyArray,
-        budget: int,
         targets: Targets | None,
+        *,
+        stream: bool,
     ) -> None:
         self._server = server
         self._store = store
         self._namespace, self._shard = where
         self._keys = keys
-        self._budget = budget
+        self._budget = FIRST_BUDGET if stream else GET_BUDGET
+        self._most = STREAM_BUDGET if stream else GET_BUDGET
         self._targets = targets
         self._start = 0
         self._ahead = FIRST_KEYS
@@ -107,19 +101,14 @@ class Reading:
         return job
 
     def _begin(self) -> tuple[Get, asyncio.Task[None]]:
-        part = self._next_part()
+        part = slice(self._start, self._start + self._ahead)
         targets = None if self._targets is None else self._targets.rows(part)
         job = self._store.get(self._namespace, self._shard, self._keys[part], self._budget, targets)
         self._start += job.count
+        self._budget = min(_GROWTH * self._budget, self._most)
         # What fits the memory once will do so again: look up no more than that ahead.
         self._ahead = min(SLICE_KEYS, max(FIRST_KEYS, 2 * job.count))
         return job, self._server.start(job)
-
-    def _next_part(self) -> slice:
-        count = self._ahead
-        if self._targets is not None:
-            count = min(SLICE_KEYS, self._targets.fitting(self._start, self._budget))
-        return slice(self._start, self._start + count)
 
     def used(self, job: Get) -> None:
         """Give the memory of a get back."""

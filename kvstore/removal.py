@@ -148,10 +148,10 @@ def _lose_unsynced(core: Core) -> None:
         core.queue(retire(core, rows[doubtful])[0])
 
 
-def make_room(core: Core, need: int) -> Removal | None:
+def make_room(core: Core, need: int) -> list[Removal] | None:
     """Choose what must leave before ``need`` bytes may be written; None if that cannot be done.
 
-    The caller runs the removal before it writes.
+    The caller runs the removal, if there is one, before it writes.
     """
     usage = core.usage()
     wanted = core.space.to_evict(usage, need)
@@ -160,7 +160,7 @@ def make_room(core: Core, need: int) -> Removal | None:
     freed = int(record.image_bytes_of(core.index.sizes[victims]).sum())
     if not core.space.allows(usage, need, freed):
         return None
-    return evict(core, victims)
+    return [evict(core, victims)] if len(victims) else []
 
 
 def evict(core: Core, victims: U32) -> Removal:

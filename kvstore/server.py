@@ -35,9 +35,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.backends.base import U8
+    from kvstore.batch import PutRequest
     from kvstore.job import Job
     from kvstore.namespaces import Namespace
-    from kvstore.put import PutRequest
+    from kvstore.slab import Extent
     from kvstore.store import Store
     from kvstore.writer import LateError
 
@@ -333,7 +334,8 @@ class Server:
         return task
 
     async def _see_through(self, job: Job) -> None:
-        await self._loop.run_in_executor(self._pool, job.perform)
+        shares = [self._loop.run_in_executor(self._pool, job.attempt, act) for act in job.acts()]
+        await self.settled(shares)
         assert self._store is not None
         self._store.finish(job)
         self.memory_changed()
@@ -364,10 +366,15 @@ class Server:
         self._memory_changed.set()
 
     async def put(
-        self, store: Store, request: PutRequest, sources: Sequence[memoryview], limit: float
+        self,
+        store: Store,
+        request: PutRequest,
+        sources: Sequence[memoryview],
+        received: list[Extent | None] | None,
+        limit: float,
     ) -> U8:
         """Put blocks and wait for the answer: nobody reads the sources any more."""
-        job = await self.with_room(lambda: store.put(request, sources), limit)
+        job = await self.with_room(lambda: store.put(request, sources, received), limit)
         answered = self._loop.create_future()
         task = self.start(job)
         job.when_answered(partial(_mark, answered))

@@ -9,14 +9,14 @@ import numpy as np
 
 from kvstore import __version__, protocol
 from kvstore.answers import Ack, BlockStatus
+from kvstore.batch import PutRequest
 from kvstore.errors import Busy, PermissionDenied, UnknownNamespace, UsageError
 from kvstore.feed import FEEDS, Feed
 from kvstore.keys import MAX_BLOCK_BYTES, namespace_id
 from kvstore.mapped import MAX_REGIONS, map_region
 from kvstore.peers import is_private
 from kvstore.protocol import INLINE, Flag, Op
-from kvstore.put import PutRequest
-from kvstore.reading import GET_BUDGET, SLICE_KEYS, STREAM_BUDGET, Reading, Targets
+from kvstore.reading import SLICE_KEYS, Reading, Targets
 from kvstore.underway import put_fields
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ async def subscribe(request: Request) -> None:
 async def put(request: Request) -> None:
     fields = request.received or put_fields(request)
     store, frame = await request.store(), request.frame
-    sources = request.sources
+    sources, received = request.sources, request.extents or None
     if fields.offsets is not None:
         sources = request.region().rows(fields.offsets, fields.lengths)
     wanted = PutRequest(
@@ -195,7 +195,7 @@ async def put(request: Request) -> None:
         overwrite=bool(frame.flags & Flag.OVERWRITE),
         checksums=fields.checksums,
     )
-    statuses = await request.server.put(store, wanted, sources, request.limit)
+    statuses = await request.server.put(store, wanted, sources, received, request.limit)
     request.give_back()
     await request.answer(statuses.tobytes(), count=len(statuses))
 
@@ -208,14 +208,6 @@ def _level(ack: int) -> Ack:
 
 
 async def get(request: Request) -> None:
-    await _read(request, GET_BUDGET)
-
-
-async def stream_get(request: Request) -> None:
-    await _read(request, STREAM_BUDGET)
-
-
-async def _read(request: Request, budget: int) -> None:
     keys, frame = request.keys(), request.frame
     targets = None
     if frame.region != INLINE:
@@ -223,10 +215,11 @@ async def _read(request: Request, budget: int) -> None:
         targets = Targets(request.region(), offsets, capacities)
     store = await request.store()
     where = request.namespace(store), frame.shard
-    reading = Reading(request.server, store, where, keys, budget, targets)
+    at_once = targets is not None and frame.op == Op.GET
+    reading = Reading(request.server, store, where, keys, targets, stream=not at_once)
     request.reading = reading
     try:
-        if targets is not None and frame.op == Op.GET:
+        if at_once:
             await _answer_at_the_end(request, reading)
         else:
             await _answer_in_parts(request, reading)
@@ -396,7 +389,7 @@ OPERATIONS: dict[int, Callable[[Request], Awaitable[None]]] = {
     Op.UNREGISTER: unregister,
     Op.PUT: put,
     Op.GET: get,
-    Op.STREAM_GET: stream_get,
+    Op.STREAM_GET: get,
     Op.CONTAINS: contains,
     Op.TOUCH: touch,
     Op.DELETE: delete,

@@ -18,7 +18,7 @@ from kvstore.answers import BlockStatus
 from kvstore.errors import EngineError
 from kvstore.get import Get
 from kvstore.keys import space_number
-from kvstore.put import Put, PutRequest
+from kvstore.put import Put
 from kvstore.removal import Removal, choose_victims, evict, heed_failures, retire
 from kvstore.upkeep import Flush, SaveUse, Upkeep
 from kvstore.versions import groups
@@ -28,11 +28,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvstore.backends.base import U8, U32
+    from kvstore.batch import PutRequest
     from kvstore.core import Core, Watcher
     from kvstore.job import Job
     from kvstore.keys import KeyArray
     from kvstore.layout import Lock
     from kvstore.namespaces import Namespace
+    from kvstore.slab import Extent
     from kvstore.writer import LateError
 
 
@@ -112,9 +114,14 @@ class Store:
 
     # -- blocks -----------------------------------------------------------------------------------
 
-    def put(self, request: PutRequest, sources: Sequence[memoryview]) -> Put:
+    def put(
+        self,
+        request: PutRequest,
+        sources: Sequence[memoryview],
+        received: list[Extent | None] | None = None,
+    ) -> Put:
         """Begin a put; see :class:`~kvstore.put.Put`. Raises InvalidKey, ReadOnly, Busy."""
-        job = Put(self.core, request, sources)
+        job = Put(self.core, request, sources, received)
         self.core.begin(job)
         return job
 

@@ -17,6 +17,7 @@ from kvstore.errors import KVStoreError, ProtocolError, UsageError
 from kvstore.keys import check_block_length
 from kvstore.protocol import INLINE, Flag, Op
 from kvstore.reading import DEPTH, GET_BUDGET
+from kvstore.record import HEADER_PAGE, image_bytes_of
 from kvstore.wire import close_all
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 REQUESTS = frozenset(Op) - {Op.EVENT}
 """What clients may send."""
-_PAGE = 4096
 _BLOCK_BYTES = 2 << 20
 """What a block to be read is thought to take: before it is looked up nobody knows."""
 
@@ -66,7 +66,7 @@ class Request:
         self.received: PutFields | None = None
         self.sources: list[memoryview] = []
         self._limit = self.server.limit(frame.deadline_ms)
-        self._extents: list[Extent] = []
+        self.extents: list[Extent | None] = []
         self._store: Store | None = None
         self._region: Region | None = None
         self._refusal: KVStoreError | None = None
@@ -113,18 +113,22 @@ class Request:
         fields = put_fields(self)
         store = await self.store()
         self.namespace(store)
-        bounce, sizes = store.core.bounce, fields.lengths.tolist()
-        total = sum(-(-size // _PAGE) * _PAGE for size in sizes)
+        bounce = store.core.bounce
+        # Each with room for its header, so that they can be written from where they are.
+        sizes = image_bytes_of(fields.lengths).tolist()
+        total = sum(sizes)
         if len(sizes) > 1 and total > bounce.capacity // 2:
             raise UsageError(
                 f"{len(sizes)} blocks take {total} bytes of memory at once",
-                f"send batches of at most {bounce.capacity // 2}, {_PAGE} for a small block",
+                f"send at most {bounce.capacity // 2}, a header page for each block included",
             )
-        self._extents = await self.server.with_room(lambda: bounce.allocate(sizes), self.limit)
+        extents = await self.server.with_room(lambda: bounce.allocate(sizes), self.limit)
+        self.extents = list(extents)
         self._store = store
         self.received = fields
         self.sources = [
-            extent.view[:size] for extent, size in zip(self._extents, sizes, strict=True)
+            extent.view[HEADER_PAGE : HEADER_PAGE + length]
+            for extent, length in zip(extents, fields.lengths.tolist(), strict=True)
         ]
 
     # -- under way --------------------------------------------------------------------------------
@@ -189,10 +193,10 @@ class Request:
 
     def give_back(self) -> None:
         """Give back the memory into which the payload was received."""
-        extents, self._extents, self.sources = self._extents, [], []
+        extents, self.extents, self.sources = self.extents, [], []
         if extents:
             assert self._store is not None
-            self._store.core.bounce.release(extents)
+            self._store.core.bounce.release([one for one in extents if one is not None])
             self.server.memory_changed()
 
 

@@ -43,6 +43,8 @@ def groups(index: Index, namespaces: Namespaces, rows: U32) -> list[tuple[U32, B
 def records(index: Index, namespaces: Namespaces, rows: U32, kind: events.Kind) -> events.Records:
     """Return one journal record of ``kind`` per row, filled from the index."""
     out = events.blank(len(rows), kind)
+    if not len(rows):
+        return out
     out["row"] = rows
     out["parent"] = index.parents[rows]
     out["length"] = index.sizes[rows]

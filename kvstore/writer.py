@@ -104,6 +104,7 @@ class Entry:
     positions: list[int] = field(default_factory=list)
     statuses: U8 = field(default_factory=lambda: np.zeros(0, np.uint8))
     written: U64 = field(default_factory=lambda: np.zeros(0, np.uint64))
+    gone: np.ndarray = field(default_factory=lambda: np.zeros(0, np.bool_))
     reason: str = ""
     leaves: bool = False
 
@@ -183,7 +184,7 @@ class Writer:
     def hold(self, rows: U32, old: U64) -> np.ndarray:
         """Hold rows that are to be renewed until they are: nobody else gets their ids meanwhile.
 
-        Returns which do not have their ``old`` version any more, deleted by name: they stay so.
+        Returns which do not have their ``old`` version any more, deleted or found damaged.
         """
         there = self._core.index.holds(rows, old)
         self._core.index.acquire(rows[there])
@@ -207,7 +208,7 @@ class Writer:
         if entries:
             self._under_way.update(entries)
             self._queue.extend(entries)
-            self._core.queue(Step(_nothing, lambda _step: self.pump()))
+            self._core.queue(Step(lambda: None, lambda _: self.pump()))
 
     def note_not_dirty(self, entry: Entry) -> None:
         """Note that the blocks of an entry are not dirty any more."""
@@ -278,7 +279,10 @@ class Writer:
         self.pump()
 
     def _answer(self, entry: Entry) -> None:
-        answers = _ANSWER[entry.statuses].tolist()
+        found = _ANSWER[entry.statuses]
+        if len(entry.gone):
+            found[entry.gone] = BlockStatus.BUSY
+        answers = found.tolist()
         if entry.waiter is not None:
             for position, status in zip(entry.positions, answers, strict=True):
                 entry.waiter.settle_row(position, status, again=False)
@@ -319,7 +323,7 @@ class Write(Job):
         self._core = core
         self._entries = entries
         self._seconds = 0.0
-        self._removal: Removal | None = None
+        self._removals: list[Removal] = []
         self._coming = 0
         self._skip: list[np.ndarray] = []
         for entry in entries:
@@ -348,13 +352,13 @@ class Write(Job):
         core = self._core
         need = sum(self._need(entry) for entry in self._entries)
         try:
-            self._removal = None if core.read_only else make_room(core, need)
+            removals = None if core.read_only else make_room(core, need)
         except KVStoreError as error:
             log.warning("no room could be made: %s", error)
             return False
-        if self._removal is None:
+        if removals is None:
             return not need
-        self._coming = need
+        self._removals, self._coming = removals, need
         core.coming += need
         return True
 
@@ -377,8 +381,8 @@ class Write(Job):
         with contextlib.suppress(StoreFull):
             core.journal.append(parents)
             parents = parents[:0]
-        if self._removal is not None:
-            self._removal.run()
+        for removal in self._removals:
+            removal.run()
         for entry in self._entries:
             self._save_key_length(entry)
         begins = [
@@ -435,8 +439,8 @@ class Write(Job):
                 entry.statuses[~self._skip[number]] = Status.FAILED
                 entry.reason = self.failure.message
             self._finish(entry, self._skip[number], synced=self._synced[number])
-        if self._removal is not None:
-            self._removal.finish()
+        for removal in self._removals:
+            removal.finish()
         if any((entry.statuses == Status.FULL).any() for entry in self._entries):
             core.note_full()
         core.writer.written(self._entries, self._seconds)
@@ -487,10 +491,8 @@ class Write(Job):
         core.release(rows, old)
         new = entry.begins[there]
         supersede(core, rows[there], new["length"], new["generation"], entry.written[there])
-        if (ok & ~there).any():
-            # Deleted by name meanwhile: what was written must not come back with the journal.
-            forget(core, entry.begins[ok & ~there], entry.blocks.take(ok & ~there))
-
-
-def _nothing() -> None:
-    """What a worker has to do before the owner's thread goes on."""
+        entry.gone = ok & ~there
+        if entry.gone.any():
+            # Deleted or found damaged meanwhile: what was written must not come back with the
+            # journal. Whoever put it may do so again, to a row of its own.
+            forget(core, entry.begins[entry.gone], entry.blocks.take(entry.gone))

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.answers import Ack, BlockStatus
+from kvstore.batch import PutRequest
 from kvstore.index import DISK
 from kvstore.keys import key_array, named, namespace_id
 from kvstore.opening import Opening, Options, open_store
-from kvstore.put import Put, PutRequest
+from kvstore.put import Put
 from kvstore.store import Store
 from kvstore.writer import LateError
 

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from kvstore import record
-from kvstore.answers import BlockStatus
+from kvstore.answers import Ack, BlockStatus
 from kvstore.backends.filesystem import FilesystemEngine
+from kvstore.batch import PutRequest
 from kvstore.errors import Busy, EngineError, InvalidKey, ReadOnly
 from kvstore.keys import key_array, named
-from kvstore.put import PutRequest
+from kvstore.slab import Extent
 from tests.stores import MIB, Local, block, key
 
 OK, PRESENT, CONFLICT, FULL = (
@@ -377,3 +378,33 @@ def test_eviction_goes_on_in_the_background_to_the_low_watermark(local: Local) -
     live = local.store.status()["live_bytes"]
     assert live <= 0.92 * 64 * MIB  # type: ignore[operator]
     assert live >= 0.89 * 64 * MIB  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("memory", [0, 16 * MIB])
+def test_received_payloads_need_no_further_memory(tmp_path: Path, memory: int) -> None:
+    """All memory for blocks in flight is taken by what came in: it is written from there."""
+    local = Local(tmp_path / "store", memory_bytes=memory)
+    bounce = local.core.bounce
+    names, blocks = [key(n) for n in range(5)], [block(n, 3 * MIB) for n in range(5)]
+    received: list[Extent | None] = list(bounce.allocate([3 * MIB + 4096] * 5))
+    rest = bounce.allocate([bounce.free_bytes])
+    for extent, data in zip(received, blocks, strict=True):
+        assert extent is not None
+        extent.view[4096:] = data
+    sources = [extent.view[4096:] for extent in received if extent is not None]
+    lengths = np.full(5, 3 * MIB, np.uint32)
+    sums = np.array([record.payload_checksum(data) for data in blocks], np.uint64)
+    sums[2] ^= np.uint64(1)
+    request = PutRequest(
+        local.namespace, 0, key_array(names), lengths, level=Ack.WRITTEN, checksums=sums
+    )
+    job = local.store.put(request, sources, received)
+    local.store.run(job)
+    assert job.statuses.tolist() == [OK, OK, BlockStatus.MISMATCH, OK, OK]
+    bounce.release([extent for extent in received if extent is not None])
+    bounce.release(rest)
+    assert bounce.free_bytes == bounce.capacity
+    blocks[2:3] = []
+    names[2:3] = []
+    assert local.get(names) == blocks
+    local.stop()
