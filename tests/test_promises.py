@@ -20,6 +20,7 @@ from kvstore.client import Client
 from kvstore.errors import DaemonUnavailable, KVStoreError
 from tests.command import Daemon
 from tests.stores import MIB, block, key
+from tests.talk import bare
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -235,6 +236,22 @@ def test_a_crowd_of_clients_stays_within_memory(roomy: Daemon, tmp_path: Path) -
         assert client.put(key(999_999), b"x") == "stored"  # a key of nobody in the crowd
     assert len(os.listdir(f"/proc/{roomy.pid}/fd")) < 60
     assert roomy.stop() == 0
+
+
+def test_what_a_failing_disk_takes_is_named_and_ends_with_1(tmp_path: Path) -> None:
+    names, blocks = [key(n) for n in range(50)], [block(n) for n in range(50)]
+    with bare(tmp_path) as daemon:
+        with Client(str(daemon.socket)) as client:
+            (tmp_path / "broken").touch()
+            assert not client.put_many(names, blocks).any(), "accepted"
+            lost = client.flush()
+            assert {one.key for one in lost} == {name.hex() for name in names}
+            assert client.flush() == []
+            # This time nobody asks.
+            others = [key(n) for n in range(100, 107)]
+            assert not client.put_many(others, blocks[:7]).any()
+        assert daemon.stop() == 1
+        assert "7 accepted blocks could not be" in daemon.log
 
 
 def test_puts_after_the_end_are_refused(roomy: Daemon) -> None:
