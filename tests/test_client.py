@@ -23,6 +23,7 @@ from kvstore.answers import Ack, BlockStatus
 from kvstore.client import Client, connect
 from kvstore.keys import named
 from kvstore.protocol import Flag, Meta, Op
+from kvstore.requests import PUT_BYTES
 from kvstore.waiting import Address
 from tests.fake_daemon import Asked, FakeDaemon
 from tests.talk import eventually
@@ -143,11 +144,11 @@ def test_a_system_without_memfd_gets_blocks_inline(
 
 
 def test_batches_larger_than_a_request_are_cut(daemon: FakeDaemon, client: Client) -> None:
-    names, blocks = many(70, MIB)
+    names, blocks = many(PUT_BYTES // MIB + 20, MIB)
     client.put_many(names, blocks, chain=True, parent=b"top")
     asked = daemon.of(Op.PUT)
-    assert sum(one.frame.count for one in asked) == 70
-    assert len(asked) == 3
+    assert sum(one.frame.count for one in asked) == len(names)
+    assert len(asked) == 2
     assert whole(client.get_many(names)) == blocks
 
 
@@ -155,10 +156,10 @@ def test_batches_larger_than_a_request_are_cut(daemon: FakeDaemon, client: Clien
 def test_a_chain_is_put_no_further_than_its_first_gap(
     daemon: FakeDaemon, client: Client, chain: bool
 ) -> None:
-    names, blocks = many(70, MIB)
+    names, blocks = many(PUT_BYTES // MIB + 20, MIB)
 
     def script(asked: Asked) -> bool:
-        if asked.frame.op != Op.PUT or len(daemon.of(Op.PUT)) != 2:
+        if asked.frame.op != Op.PUT or len(daemon.of(Op.PUT)) != 1:
             return False
         asked.answer(bytes(asked.frame.count - 1) + bytes([BlockStatus.FULL]))
         return True
@@ -166,10 +167,10 @@ def test_a_chain_is_put_no_further_than_its_first_gap(
     daemon.script = script
     statuses = client.put_many(names, blocks, chain=chain)
     asked = daemon.of(Op.PUT)
-    assert len(asked) == (2 if chain else 3)
-    gap = sum(one.frame.count for one in asked[:2]) - 1
+    assert len(asked) == (1 if chain else 2)
+    gap = asked[0].frame.count - 1
     assert np.flatnonzero(statuses == BlockStatus.FULL).tolist() == (
-        list(range(gap, 70)) if chain else [gap]
+        list(range(gap, len(names))) if chain else [gap]
     )
 
 
@@ -226,12 +227,13 @@ def test_staging_needs_no_copy(daemon: FakeDaemon, client: Client) -> None:
         with pytest.raises(errors.UsageError):
             staging.slots([2 * MIB, 2 * MIB, 1])
     assert daemon.blocks[0, 0, key(1)] == block(1, 5000)
-    with client.staging(40 * MIB) as staging:
-        for number, slot in enumerate(staging.slots([MIB] * 40)):
+    count = PUT_BYTES // MIB + 5
+    with client.staging(count * MIB) as staging:
+        for number, slot in enumerate(staging.slots([MIB] * count)):
             slot[:] = bytes([number]) * MIB
-        assert not client.put_staged([key(n) for n in range(40)], staging, chain=True).any()
+        assert not client.put_staged([key(n) for n in range(count)], staging, chain=True).any()
     assert len(daemon.of(Op.PUT)) == 3
-    assert all(daemon.blocks[0, 0, key(n)] == bytes([n]) * MIB for n in range(40))
+    assert all(daemon.blocks[0, 0, key(n)] == bytes([n]) * MIB for n in range(count))
     with pytest.raises(ValueError, match="released"):
         slots[0][0]
     with pytest.raises(errors.UsageError):
@@ -494,10 +496,13 @@ def test_late_writes_reach_no_memory_that_is_used_again(daemon: FakeDaemon, clie
 
 
 def exhaust(daemon: FakeDaemon, client: Client) -> None:
+    """Lose as much memory as may be lost. A busy machine may not even get to asking in time."""
     daemon.script = silent(Op.STREAM_GET)
-    for _ in range(4):
+    regions = client._operations._session.regions
+    while not regions.exhausted():
         with pytest.raises(errors.DeadlineExceeded):
             client.get_many([key(0)] * 2, timeout=0.05)
+    assert regions.abandoned == 4
 
 
 def test_after_four_losses_all_is_a_miss_at_once_until_the_daemon_ends(
