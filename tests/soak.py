@@ -334,8 +334,10 @@ class Soak:
             self._daemon.start()
             self._idle = self._descriptors()
             number = 0
-            while time.monotonic() < end:
-                self._live(min(end, time.monotonic() + self._life))
+            # A busy machine may take longer to come to its first eviction.
+            last = end + 3 * min(self._seconds, 60)
+            while (now := time.monotonic()) < end or (not self.evictions and now < last):
+                self._live(now + min(self._life, max(end - now, 5)))
                 number += 1
                 if time.monotonic() < end:
                     self._restart(signal.SIGKILL if number % 2 else signal.SIGTERM)
