@@ -102,10 +102,12 @@ class Batch:
         self._slots: U64 = np.zeros(0, np.uint64)
         self._extents: list[Extent] = []
         self._good = np.zeros(len(positions), np.bool_)
+        self._put: Put | None = None
 
     def begin(self, put: Put) -> None:
         """Take memory, rows and generations. Raises Busy, MemoryError."""
         core, request = self._core, self._request
+        self._put = put
         lengths = request.lengths[self.positions]
         sizes = record.image_bytes_of(lengths)
         if self._dirty:
@@ -170,8 +172,7 @@ class Batch:
     def undo(self) -> None:
         """Give back what :meth:`begin` took, as far as it came."""
         core = self._core
-        for row in self.rows.tolist():
-            core.writing.pop(row, None)
+        core.end_writing(self.rows, self._put)
         if not self._renews:
             core.index.abort(self.rows)
         self._give_memory_back()
@@ -241,8 +242,7 @@ class Batch:
             return
         level = self._request.level
         if self._dirty:
-            for row in self.rows.tolist():
-                core.writing.pop(row, None)
+            core.end_writing(self.rows, put)
             core.index.fill(self.rows)
             core.tier.keep(self.rows, self._slots)
             core.publish_stored(self.rows)
@@ -267,8 +267,7 @@ class Batch:
     def _drop(self, bad: np.ndarray) -> None:
         """Leave out blocks, for instance whose payload was not what the client announced."""
         core, good = self._core, ~bad
-        for row in self.rows[bad].tolist():
-            core.writing.pop(row, None)
+        core.end_writing(self.rows[bad], self._put)
         if not self._renews:
             core.index.abort(self.rows[bad])
         if self._dirty:

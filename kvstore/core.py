@@ -150,6 +150,7 @@ class Core:
     sequences: dict[int, int] = field(default_factory=dict)
     """The next event's number, by number of the namespace."""
     writing: dict[int, Put] = field(default_factory=dict)
+    """The put that is bringing a row's version, until memory or the engine has it."""
     chores: deque[Job] = field(default_factory=deque)
     active: set[Job] = field(default_factory=set)
     touched: list[U32] = field(default_factory=list)
@@ -197,6 +198,16 @@ class Core:
         first = self.generation + 1
         self.generation += count
         return np.arange(first, first + count, dtype=np.uint64)
+
+    def end_writing(self, rows: U32, put: object) -> None:
+        """Note that ``put`` brings these rows no longer.
+
+        A row id that was freed meanwhile and given out again is another put's to bring: whoever
+        waits for that one must still find it here.
+        """
+        for row in rows.tolist():
+            if row in self.writing and self.writing[row] is put:
+                del self.writing[row]
 
     def covered_generation(self) -> int:
         """Return the generation up to which every version has been written or given up."""

@@ -450,8 +450,7 @@ class Write(Job):
         generations = entry.begins["generation"]
         held, ok = ~skip, ~skip & (entry.statuses == Status.OK)
         bad = held & ~ok
-        for row in entry.rows.tolist():
-            core.writing.pop(row, None)
+        core.end_writing(entry.rows, entry.waiter)
         if entry.renews:
             self._renew(entry, ok)
         else:

@@ -130,3 +130,32 @@ def test_a_pin_on_a_block_that_waits_survives(tmp_path: Path) -> None:
     again = Local(tmp_path / "store")
     assert len(again.core.index.pins) == 1
     again.kill()
+
+
+def test_a_put_waits_for_the_one_that_has_a_row_now(tmp_path: Path) -> None:
+    """A block is deleted while it waits to be written, and its row becomes another block's. When
+    the old write ends, a put of the new key must still find the put that brings it, and go on when
+    that comes to nothing."""
+    local = Local(tmp_path / "store", memory_bytes=16 * MIB)
+    local.core.writer._writing += 2
+    first = local.begin_put([key(1)], [block(1)], level=Ack.ACCEPTED)
+    first.perform()
+    local.store.finish(first)
+    assert local.delete([key(1)]) == 1
+    wrong = np.array([1], np.uint64)
+    bringing = local.begin_put([key(2)], [block(2)], checksums=wrong)
+    assert list(local.core.writing) == local.core.index.rows_of(None).tolist()
+    go_on(local)
+    local.store.run_chores()
+    joined = local.begin_put([key(2)], [block(2)])
+    for job in (joined, bringing):
+        job.perform()
+        local.store.finish(job)
+    local.store.run_chores()
+    answered: list[bool] = []
+    joined.when_answered(lambda: answered.append(True))
+    assert bringing.statuses.tolist() == [BlockStatus.MISMATCH]
+    assert answered
+    assert joined.statuses.tolist() == [BlockStatus.OK]
+    assert local.get([key(2)]) == [block(2)]
+    local.kill()
