@@ -84,6 +84,7 @@ class Supervisor:
 
     def close(self) -> None:
         """Say no more. May be called twice."""
+        self._send(STATUS="stopped")
         if self._socket is not None:
             self._socket.close()
             self._socket = None

@@ -48,13 +48,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TICK_SECONDS = 0.5
-"""The order of use survives a kill up to the last tick."""
+"""The order of use survives a kill up to the last tick; the supervisor hears of us that often."""
 SWITCH_INTERVAL = 0.0005
 """Seconds for which a thread may keep the interpreter; the default of 5 ms makes I/O wait."""
 _ROOM_SECONDS = 0.05
 """How often whoever waits for memory looks again by itself: it becomes free in many ways."""
-_TELL_SECONDS = 1.0
-"""How often the supervisor hears how far an opening or a drain is."""
 _NO_DELAY = (6, 1, 1)
 """IPPROTO_TCP, TCP_NODELAY: answers are short and somebody waits for them."""
 
@@ -205,7 +203,7 @@ class Server:
         async def repeat() -> None:
             while True:
                 tell()
-                await asyncio.sleep(_TELL_SECONDS)
+                await asyncio.sleep(TICK_SECONDS)
 
         task = self._loop.create_task(repeat())
         try:

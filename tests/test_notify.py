@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -108,6 +109,7 @@ def test_messages_reach_both_kinds_of_address(tmp_path: Path, abstract: bool) ->
     supervisor.sign()
     supervisor.stopping(60)
     supervisor.close()
+    supervisor.close()
     ear.listen(0.1)
     ear.close()
     assert ear.heard == [
@@ -118,6 +120,7 @@ def test_messages_reach_both_kinds_of_address(tmp_path: Path, abstract: bool) ->
             "STATUS": "draining",
             "EXTEND_TIMEOUT_USEC": str(int((60 + DRAIN_GRACE_SECONDS) * 1e6)),
         },
+        {"STATUS": "stopped"},
     ]
 
 
@@ -149,8 +152,8 @@ def test_a_problem_is_one_line_and_no_other_field(ear: Ear) -> None:
     supervisor = Supervisor({"NOTIFY_SOCKET": ear.name})
     supervisor.tell(lambda: status)
     supervisor.tell(lambda: status)
-    supervisor.close()
     ear.listen(0.1)
+    supervisor.close()
     assert ear.heard == [{"STATUS": "degraded: /a READY=1? is full (and 2 more)"}]
 
 
@@ -187,7 +190,7 @@ def test_a_life_is_told_in_order(service: Bare, ear: Ear) -> None:
     ear.listen(0.1)
     told = [name for message in ear.heard for name in message if name in ("READY", "STOPPING")]
     assert told == ["READY", "STOPPING"]
-    assert ear.values("STATUS")[-1] == "draining (blocks to write: 0, clients: 0)"
+    assert ear.values("STATUS")[-2:] == ["draining (blocks to write: 0, clients: 0)", "stopped"]
 
 
 def test_ready_is_told_when_the_recovery_is_over(service: Bare, ear: Ear) -> None:
@@ -317,6 +320,15 @@ def test_the_unit_is_checked_for_what_it_says(unit: Path) -> None:
 def test_the_unit_exposes_little(unit: Path) -> None:
     done = analyze("security", "--offline=yes", "--threshold=10", "--no-pager", unit)
     assert done.returncode == 0, done.stdout
+
+
+def test_the_page_has_the_exit_codes_of_serve(unit: Path) -> None:
+    page = (SYSTEMD.parent / "docs" / "operations.md").read_text()
+    told = dict(re.findall(r"^\| (\d+) \|.*\| (yes|no)\b", page, re.M))
+    shown = run_command("serve", "--help").text.split("EXIT STATUS")[1]
+    assert list(told) == re.findall(r"^ +(\d+) ", shown, re.M)
+    final = re.findall(r"^RestartPreventExitStatus=(.*)", unit.read_text(), re.M)[0].split()
+    assert {code for code, again in told.items() if again == "no"} == {"0", *final}
 
 
 def test_the_packaged_configuration_never_makes_a_store(tmp_path: Path) -> None:
