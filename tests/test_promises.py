@@ -182,8 +182,8 @@ def test_a_stream_that_is_left_frees_every_reference(roomy: Daemon) -> None:
     assert not list((roomy.store / "blocks").rglob("*.kvb"))
 
 
-CROWD_LIMIT = (256 + 128 + 256) * MIB
-"""The memory tier, the bounce slab, and as much again as the tier for the program itself."""
+CROWD_LIMIT = (256 + 128 + 128) * MIB
+"""The memory tier, the bounce slab, and the rest of the daemon."""
 CROWD = """
 import sys
 sys.path.insert(0, sys.argv[3])
