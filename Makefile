@@ -2,12 +2,13 @@
 # make test   every check and every test            make clean   remove what was built
 # make fuzz   clients that misbehave (FRAMES=1000000 SEED=)
 # make soak   mixed load with faults (SECONDS=3600 SEED=)
+# make promises   those of the data plane, with a hundred clients
 #
 # Needs Python 3.11 or later with venv and pip; everything else is fetched into .venv.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := venv
-.PHONY: venv lint test fuzz soak run clean
+.PHONY: venv lint test fuzz soak promises run clean
 
 # Settings of the caller's Python must not leak into .venv, nor our own settings into the tests.
 unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
@@ -60,6 +61,9 @@ fuzz: venv
 
 soak: venv
 	$(RUN) tests.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
+promises: venv
+	PROMISES=long $(RUN) pytest -v -rP tests/test_promises.py
 
 run: venv
 	$(BIN)/kvstore bench demo

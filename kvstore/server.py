@@ -2,13 +2,14 @@
 
 The event loop's thread owns the store. Everything that touches the disk runs in a few workers and
 comes back as one callback per batch. The life of the daemon is :meth:`Server.run`: lock, listen,
-open (clients wait meanwhile), serve, drain, stop.
+open (clients wait meanwhile), serve, drain, stop. Whoever started it, normally systemd, is told.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
@@ -25,13 +26,14 @@ from kvstore.answers import BlockStatus
 from kvstore.connection import Connection
 from kvstore.errors import Busy, DaemonUnavailable, KVStoreError
 from kvstore.mapped import Allowance
+from kvstore.notify import Supervisor
 from kvstore.opening import Opening, Options
 from kvstore.peers import group_id, peer_of
 from kvstore.sockets import inherited_listeners, tcp_listener, unix_listener
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from kvstore.backends.base import U8
@@ -46,7 +48,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TICK_SECONDS = 0.5
-"""The order of use survives a kill up to the last tick."""
+"""The order of use survives a kill up to the last tick; the supervisor hears of us that often."""
 SWITCH_INTERVAL = 0.0005
 """Seconds for which a thread may keep the interpreter; the default of 5 ms makes I/O wait."""
 _ROOM_SECONDS = 0.05
@@ -110,6 +112,7 @@ class Server:
         self._memory_changed = asyncio.Event()
         self._is_open = asyncio.Event()
         self._stop = asyncio.Event()
+        self._supervisor = Supervisor(os.environ)
         self.pidfd = _own_pidfd()
         self.allowance = Allowance(self.settings.max_regions)
         self._admin_gid = group_id(self.settings.admin_group, "admin_group")
@@ -119,13 +122,16 @@ class Server:
             self._listen()
             self._watch_signals()
             accepting = [self._loop.create_task(self._accept(one)) for one in self._listeners]
-            await self._open()
+            with self._telling(self._tell_of_opening):
+                await self._open()
             if not self._stop.is_set():
                 await self._upkeep()
             for task in accepting:
                 task.cancel()
-            return await self._shut_down()
+            with self._telling(self._tell_of_drain):
+                return await self._shut_down()
         finally:
+            self._supervisor.close()
             self._stop_listening()
             self._opening.unlock()
             self._pool.shutdown(wait=False, cancel_futures=True)
@@ -166,6 +172,7 @@ class Server:
         self._store = store
         self._is_open.set()
         self.dispatch()
+        self._supervisor.ready(store.status())
         log.info(
             "ready: %d blocks, %d bytes, in %.2f s",
             store.core.index.blocks,
@@ -181,14 +188,42 @@ class Server:
                     await self._stop.wait()
             try:
                 self._store.tick()
+                self._supervisor.tell(self.status)
             except Exception:
                 # The outermost frame of the upkeep: the daemon goes on serving.
                 log.exception("upkeep failed")
                 self.count_failed_request()
             self.dispatch()
+            self._supervisor.sign()
+
+    @contextlib.contextmanager
+    def _telling(self, tell: Callable[[], None]) -> Iterator[None]:
+        """Have the supervisor told now and then how far we are."""
+
+        async def repeat() -> None:
+            while True:
+                tell()
+                await asyncio.sleep(TICK_SECONDS)
+
+        task = self._loop.create_task(repeat())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    def _tell_of_opening(self) -> None:
+        # After a signal the time for stopping counts, which an opening that hangs must not extend.
+        if self._store is None and not self._stop.is_set():
+            self._supervisor.recovering(self._opening.status())
+
+    def _tell_of_drain(self) -> None:
+        dirty = self._store.core.writer.dirty_blocks if self._store is not None else 0
+        self._supervisor.draining(dirty, len(self._clients))
+        self._supervisor.sign()
 
     async def _shut_down(self) -> int:
         self._stopping = True
+        self._supervisor.stopping(self.settings.drain_timeout)
         # Whoever still waits for the store is told that it will not come.
         self._is_open.set()
         if self._store is not None:
@@ -438,4 +473,6 @@ def _own_pidfd() -> int | None:
 def serve(settings: ServerOptions) -> int:
     """Run the daemon until a signal; return its exit code."""
     sys.setswitchinterval(SWITCH_INTERVAL)
+    # The watchdog's SIGABRT then tells in the log where every thread was.
+    faulthandler.enable()
     return asyncio.run(Server(settings).run())

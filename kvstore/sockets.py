@@ -39,7 +39,9 @@ def unix_listener(path: Path, group: int | None = None) -> socket.socket:
     try:
         sock.bind(str(path))
         if group is not None:
-            os.chown(path, -1, group)
+            # A service may be forbidden to change owners, even where nothing would change.
+            if path.stat().st_gid != group:
+                os.chown(path, -1, group)
             path.chmod(0o660)
     except OSError as error:
         sock.close()

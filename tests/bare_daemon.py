@@ -2,7 +2,8 @@
 
 ``python -m tests.bare_daemon FOLDER SETTINGS``: while the file FOLDER/shut is there, every read and
 write of the engine waits, after it has left its name (``get`` or ``put``) in FOLDER/inside; while
-FOLDER/broken is there, each of them fails.
+FOLDER/broken is there, each of them fails. FOLDER/shut also holds a scan before its end, and
+FOLDER/frozen holds the event loop.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,40 @@ from kvstore.backends.filesystem import FilesystemEngine
 from kvstore.errors import EngineError, KVStoreError
 from kvstore.opening import Options
 from kvstore.server import ServerOptions, serve
+from kvstore.store import Store
 
 
 def gated(folder: Path, name: str, act: Callable[..., Any]) -> Callable[..., Any]:
     def wait_and_act(*arguments: Any, **named: Any) -> Any:
         if (folder / "shut").exists():
             (folder / "inside").write_text(name)
-            while (folder / "shut").exists():
-                time.sleep(0.005)
+            wait_while(folder / "shut")
         if (folder / "broken").exists():
             raise EngineError("the disk is broken", "mend it")
         return act(*arguments, **named)
 
     return wait_and_act
+
+
+def wait_while(path: Path) -> None:
+    while path.exists():
+        time.sleep(0.005)
+
+
+def slow_scan(folder: Path, scan: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    def go_on(*arguments: Any) -> Iterator[Any]:
+        yield from scan(*arguments)
+        wait_while(folder / "shut")
+
+    return go_on
+
+
+def freezing(folder: Path, tick: Callable[..., None]) -> Callable[..., None]:
+    def wait_and_tick(*arguments: Any) -> None:
+        wait_while(folder / "frozen")
+        tick(*arguments)
+
+    return wait_and_tick
 
 
 def main() -> int:
@@ -40,6 +62,9 @@ def main() -> int:
     engine: Any = FilesystemEngine
     engine.get_many_into = gated(folder, "get", engine.get_many_into)
     engine.put_many = gated(folder, "put", engine.put_many)
+    engine.scan = slow_scan(folder, engine.scan)
+    store: Any = Store
+    store.tick = freezing(folder, store.tick)
     memory = settings.pop("memory", 64 << 20)
     late = {name: settings.pop(name) for name in ("write", "max_dirty_age") if name in settings}
     options = Options(capacity=256 << 20, min_free=0, memory_bytes=memory, **late)
