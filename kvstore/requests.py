@@ -39,7 +39,7 @@ U64 = npt.NDArray[np.uint64]
 CAN_CHECK = xxhash is not None
 CHECKSUM = "xxh3-64"
 """The name under which a daemon says that it checks what we compute."""
-PUT_BYTES = 48 << 20
+PUT_BYTES = 32 << 20
 """What the blocks of one put may take in the daemon's memory; larger batches become several."""
 GET_BYTES = 128 << 20
 """What the blocks of one get may take in memory that is shared."""
