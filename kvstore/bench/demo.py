@@ -6,36 +6,31 @@ are of one run on this machine; the ratio to a copy in memory of the same blocks
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.bench.daemon import (
+    SPARE_BYTES,
+    Daemon,
+    capacity_for,
+    check_machine,
+    folder_of_our_own,
+)
 from kvstore.client import Client, raise_for
-from kvstore.errors import DaemonUnavailable, KVStoreError, UsageError
+from kvstore.errors import KVStoreError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 KEY_BYTES = 32
-RECORD_OVERHEAD = 8192
-"""Header page and padding of one record, at most."""
 MEMORY_BYTES = 256 << 20
-SPARE_BYTES = 512 << 20
-TIME_LIMIT = 300.0
-READY_LIMIT = 60.0
 BATCH_BYTES = 32 << 20
-OURS = {"store", "kv.sock", "daemon.log"}
 
 Tell = Callable[[str], None]
 Pool = npt.NDArray[np.uint8]
@@ -63,10 +58,7 @@ class Plan:
 
     @property
     def capacity(self) -> int:
-        """Room for all records below the watermark of 95 %, with a tenth to spare."""
-        return max(
-            64 << 20, int(self.blocks * (self.block_bytes + RECORD_OVERHEAD) * 1.2) + (32 << 20)
-        )
+        return capacity_for(self.blocks, self.block_bytes)
 
 
 @dataclass
@@ -92,16 +84,16 @@ class Report:
 
 def run(plan: Plan, tell: Tell) -> Report:
     """Do the whole demonstration. Raises KVStoreError."""
-    check_machine(plan)
+    check_room(plan)
     started = time.monotonic()
-    with demo_directory(plan):
+    with folder_of_our_own(plan.directory, plan.keep):
         report = Report(plan)
         tell(f"making {plan.blocks} random blocks")
         begun = time.monotonic()
         keys, pool = make_blocks(plan)
         report.seconds["copy"] = time_copy(pool)
         report.seconds["make"] = time.monotonic() - begun - report.seconds["copy"]
-        with Daemon(plan) as daemon:
+        with Daemon(plan.directory, plan.capacity, MEMORY_BYTES) as daemon:
             tell("starting the daemon")
             report.seconds["start"] = daemon.start()
             exercise(daemon, keys, pool, report, tell)
@@ -189,137 +181,11 @@ def time_copy(pool: Pool) -> float:
     return time.monotonic() - begun
 
 
-def check_machine(plan: Plan) -> None:
+def check_room(plan: Plan) -> None:
     """Refuse to start where the disk or the memory is too small. Raises UsageError."""
-    parent = plan.directory.absolute().parent
-    if not parent.is_dir():
-        raise UsageError(f"{parent} is no directory", "name one with --dir")
-    free = os.statvfs(parent)
-    disk, wanted = free.f_bavail * free.f_frsize, plan.capacity + SPARE_BYTES
-    if disk < wanted:
-        raise UsageError(
-            f"{parent} has {disk >> 20} MiB free, the demo needs {wanted >> 20}",
-            "make room, name another place with --dir, or ask for less with --blocks",
-        )
-    needed = 2 * plan.total_bytes + 2 * MEMORY_BYTES
-    memory = available_memory()
-    if memory < needed:
-        raise UsageError(
-            f"{memory >> 20} MiB of memory are free, the demo needs {needed >> 20}",
-            "ask for less with --blocks",
-        )
-
-
-def available_memory() -> int:
-    """Return the bytes that could be allocated now without swapping, as the kernel estimates."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    except OSError:
-        pass
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-@contextmanager
-def demo_directory(plan: Plan) -> Iterator[None]:
-    """Make the demo's directory, and remove it afterwards unless it is to be kept."""
-    directory = plan.directory
-    if directory.exists():
-        strange = {path.name for path in directory.iterdir()} - OURS
-        if strange:
-            raise UsageError(
-                f"{directory} holds other things ({', '.join(sorted(strange)[:3])})",
-                "name another place with --dir",
-            )
-        shutil.rmtree(directory)
-    directory.mkdir()
-    try:
-        yield
-    finally:
-        if not plan.keep:
-            shutil.rmtree(directory, ignore_errors=True)
-
-
-class Daemon:
-    """The daemon's process, by the real command. Killed on the way out, whatever happened."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._folder = plan.directory
-        self._capacity = plan.capacity
-        self._deadline = time.monotonic() + TIME_LIMIT
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> Daemon:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
-    @property
-    def socket(self) -> str:
-        # Relative where it can be: the path of a socket may have 107 bytes only.
-        path = self._folder / "kv.sock"
-        return os.path.relpath(path) if len(os.fsencode(path.absolute())) > 100 else str(path)
-
-    @property
-    def advice(self) -> str:
-        lines = (self._folder / "daemon.log").read_text(errors="replace").splitlines()
-        return "the daemon's last words: " + " | ".join(lines[-3:]) if lines else ""
-
-    def client(self) -> Client:
-        return Client(self.socket, timeout=max(1.0, self._deadline - time.monotonic()))
-
-    def start(self) -> float:
-        """Start the daemon and return the seconds until it is ready."""
-        command = [
-            *command_of_this_installation(),
-            *("--socket", self.socket, "serve", "--store", str(self._folder / "store")),
-            *("--engine", "filesystem", "--capacity", str(self._capacity)),
-            *("--memory", str(MEMORY_BYTES), "--min-free", str(SPARE_BYTES // 2)),
-        ]
-        environment = {n: v for n, v in os.environ.items() if not n.startswith("KVSTORE_")}
-        begun = time.monotonic()
-        with (self._folder / "daemon.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
-            )
-        while time.monotonic() < begun + READY_LIMIT:
-            if self._process.poll() is not None:
-                raise KVStoreError(f"the daemon ended with {self._process.returncode}", self.advice)
-            if self._is_ready():
-                return time.monotonic() - begun
-            time.sleep(0.005)
-        raise KVStoreError(f"the daemon is not ready after {READY_LIMIT:g} s", self.advice)
-
-    def _is_ready(self) -> bool:
-        try:
-            with self.client() as client:
-                state = client.status()["state"]
-        except DaemonUnavailable:
-            return False
-        if state == "degraded":
-            raise KVStoreError("the store is degraded", self.advice)
-        return state == "ready"
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    def stop(self) -> int:
-        """Stop the daemon as a service manager would; return its exit code."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGTERM)
-        code = self._process.wait(70)
-        self._process = None
-        return code
-
-
-def command_of_this_installation() -> list[str]:
-    """Return how to run ``kvstore`` as installed beside this interpreter."""
-    script = Path(sys.executable).with_name("kvstore")
-    if not script.exists():
-        raise UsageError(f"{script} is not there", "install kvstore into this environment")
-    return [str(script)]
+    check_machine(
+        plan.directory,
+        plan.capacity + SPARE_BYTES,
+        2 * plan.total_bytes + 2 * MEMORY_BYTES,
+        "ask for less with --blocks",
+    )

@@ -16,9 +16,19 @@ if TYPE_CHECKING:
     from kvstore.bench.demo import Report
 
 
+directory_option = click.option(
+    "--dir",
+    "directory",
+    metavar="DIR",
+    default=".demo",
+    show_default=True,
+    help="Where a store is made, and removed at the end.",
+)
+
+
 @click.group(
     cls=Group,
-    example="kvstore bench demo\nkvstore bench index\nkvstore bench slots",
+    example="kvstore bench demo\nkvstore bench transfer\nkvstore bench index",
     exits=(0, 1, 2, 130, 141),
 )
 def bench() -> None:
@@ -43,30 +53,29 @@ def bench() -> None:
 @click.option(
     "--block-size", metavar="SIZE", default="2MiB", show_default=True, help="Bytes of each."
 )
-@click.option(
-    "--dir",
-    "directory",
-    metavar="DIR",
-    default=".demo",
-    show_default=True,
-    help="Where the demo store is made, and removed at the end.",
-)
+@directory_option
 @click.option("--keep", is_flag=True, help="Leave the demo store there.")
 @click.pass_obj
 def demo(call: Call, blocks: int, block_size: str, directory: str, keep: bool) -> None:
     """Serve a demo store, put and get blocks, kill it, restart it, get them again, stop."""
-    from kvstore import keys
     from kvstore.bench import demo as demonstration
+
+    plan = demonstration.Plan(blocks, _block_bytes(block_size), Path(directory), keep)
+    report = demonstration.run(plan, call.output.note)
+    call.output.result(report.document(), _demo_lines(report))
+
+
+def _block_bytes(text: str) -> int:
+    """Return what --block-size says. Raises UsageError."""
+    from kvstore import keys
     from kvstore.config import parse_size
 
     try:
-        size = parse_size(block_size)
+        size = parse_size(text)
     except ValueError as error:
-        raise UsageError(f"--block-size is {block_size!r}: {error}", "write 2MiB") from None
+        raise UsageError(f"--block-size is {text!r}: {error}", "write 2MiB") from None
     keys.check_block_length(size)
-    plan = demonstration.Plan(blocks, size, Path(directory), keep)
-    report = demonstration.run(plan, call.output.note)
-    call.output.result(report.document(), _demo_lines(report))
+    return size
 
 
 def _demo_lines(report: Report) -> Iterator[str]:
@@ -106,6 +115,46 @@ def _demo_lines(report: Report) -> Iterator[str]:
     ]
     named = ", ".join(f"{render.duration(report.seconds[step])} {name}" for name, step in rest)
     yield f"the whole took {render.duration(report.seconds['whole'])}, of that {named}"
+
+
+@bench.command(
+    cls=Command,
+    example="kvstore bench transfer\nkvstore bench transfer --rounds 21 --no-check --json",
+    exits={
+        0: "every answer was right; the limits met and not met are listed",
+        1: "an answer was wrong, or the daemon did not behave",
+        2: "wrong usage, or the machine has too little room",
+        12: "",
+        130: "",
+        141: "",
+    },
+)
+@click.option(
+    "--rounds", type=click.IntRange(1, 1000), default=9, show_default=True, help="How many."
+)
+@click.option(
+    "--blocks",
+    type=click.IntRange(1, 4096),
+    default=64,
+    show_default=True,
+    help="Blocks that a request moves.",
+)
+@click.option(
+    "--block-size", metavar="SIZE", default="2MiB", show_default=True, help="Bytes of each."
+)
+@click.option("--no-check", is_flag=True, help="Have the client compute no checksums.")
+@directory_option
+@click.pass_obj
+def transfer(
+    call: Call, rounds: int, blocks: int, block_size: str, no_check: bool, directory: str
+) -> None:
+    """Time gets and puts of blocks in the daemon's memory, beside copies of the same blocks."""
+    from kvstore.bench import transfer as measured
+
+    size = _block_bytes(block_size)
+    plan = measured.Plan(rounds, blocks, size, not no_check, Path(directory))
+    result = measured.run(plan, call.output.note)
+    call.output.result(result, measured.lines(result))
 
 
 @bench.command(
