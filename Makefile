@@ -1,4 +1,4 @@
-# make venv   .venv/bin/kvstore, ready to use       make run     daemon, 512 blocks, kill, restart
+# make venv   .venv/bin/kvstore, ready to use       make run     measure, kill, restart (5 min)
 # make test   every check and every test            make clean   remove what was built
 # make fuzz   clients that misbehave (FRAMES=1000000 SEED=)
 # make soak   mixed load with faults (SECONDS=3600 SEED=)
@@ -66,7 +66,7 @@ promises: venv
 	PROMISES=long $(RUN) pytest -v -rP tests/test_promises.py
 
 run: venv
-	$(BIN)/kvstore bench demo
+	$(BIN)/kvstore bench demo --model q3b --model q7b
 
 clean:
 	rm -rf .venv .demo dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

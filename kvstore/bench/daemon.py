@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import shutil
@@ -26,7 +27,9 @@ RECORD_OVERHEAD = 8192
 """Header page and padding of one record, at most."""
 READY_LIMIT = 60.0
 STOP_LIMIT = 70.0
-OURS = {"store", "kv.sock", "daemon.log"}
+_C_LIBRARY = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+OURS = {"store", "kv.sock", "daemon.log", "tables"}
 
 
 class Daemon:
@@ -85,7 +88,12 @@ class Daemon:
         begun = time.monotonic()
         with (self._folder / "daemon.log").open("ab") as log:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                preexec_fn=_end_with_parent,
             )
         while time.monotonic() < begun + READY_LIMIT:
             if self._process.poll() is not None:
@@ -124,6 +132,11 @@ class Daemon:
         code = self._process.wait(STOP_LIMIT)
         self._process = None
         return code
+
+
+def _end_with_parent() -> None:
+    """Have the kernel kill this process when the one that measures is killed: prctl(2)."""
+    _C_LIBRARY.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def capacity_for(blocks: int, block_bytes: int) -> int:

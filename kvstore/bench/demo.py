@@ -1,7 +1,8 @@
 """The demonstration: a daemon on a demo store, blocks in and out, a kill, a restart, the same hits.
 
 The daemon is the real command in a process of its own. Every block is compared byte for byte. Times
-are of one run on this machine; the ratio to a copy in memory of the same blocks is what counts.
+are of one run on this machine; the ratio to a copy in memory of the same blocks is what counts. For
+models that are named, tables 2 and 3 come first, with as many rounds as fit into five minutes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.bench import tables
 from kvstore.bench.daemon import (
     SPARE_BYTES,
     Daemon,
@@ -25,12 +27,15 @@ from kvstore.client import Client, raise_for
 from kvstore.errors import KVStoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
+    from typing import Any
 
 KEY_BYTES = 32
 MEMORY_BYTES = 256 << 20
 BATCH_BYTES = 32 << 20
+TABLE_SECONDS = 105.0
+"""For each of two tables; with what follows that is less than five minutes."""
 
 Tell = Callable[[str], None]
 Pool = npt.NDArray[np.uint8]
@@ -45,6 +50,13 @@ class Plan:
     block_bytes: int
     directory: Path
     keep: bool = False
+    models: Sequence[str] = ()
+
+    @property
+    def tables(self) -> list[tables.Plan]:
+        """The tables to measure first."""
+        how = {"models": self.models, "directory": self.directory, "seconds": TABLE_SECONDS}
+        return [tables.Plan(number, **how) for number in (2, 3) if self.models]  # type: ignore[arg-type]
 
     @property
     def total_bytes(self) -> int:
@@ -67,6 +79,7 @@ class Report:
 
     plan: Plan
     io: str = ""
+    tables: list[dict[str, Any]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     hits_after_kill: int = 0
     exit_code: int = -1
@@ -76,6 +89,7 @@ class Report:
             "blocks": self.plan.blocks,
             "block_bytes": self.plan.block_bytes,
             "io": self.io,
+            "tables": self.tables,
             "seconds": self.seconds,
             "hits_after_kill": self.hits_after_kill,
             "exit_code": self.exit_code,
@@ -88,6 +102,7 @@ def run(plan: Plan, tell: Tell) -> Report:
     started = time.monotonic()
     with folder_of_our_own(plan.directory, plan.keep):
         report = Report(plan)
+        report.tables = [tables.measure(table, tell) for table in plan.tables]
         tell(f"making {plan.blocks} random blocks")
         begun = time.monotonic()
         keys, pool = make_blocks(plan)
@@ -183,6 +198,8 @@ def time_copy(pool: Pool) -> float:
 
 def check_room(plan: Plan) -> None:
     """Refuse to start where the disk or the memory is too small. Raises UsageError."""
+    for table in plan.tables:
+        table.check()
     check_machine(
         plan.directory,
         plan.capacity + SPARE_BYTES,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,7 +11,7 @@ from kvstore.commands.frame import Call, Command, Group
 from kvstore.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from kvstore.bench.demo import Report
 
@@ -40,7 +40,7 @@ def bench() -> None:
     example="kvstore bench demo\nkvstore bench demo --blocks 64 --block-size 1MiB --keep",
     exits={
         0: "every block was a hit with the right bytes, before and after the kill",
-        1: "a block was missing or wrong, or the daemon did not behave",
+        1: "a block was missing, wrong or not written, or the daemon did not behave",
         2: "wrong usage, or the machine has too little room",
         12: "",
         130: "",
@@ -55,14 +55,28 @@ def bench() -> None:
 )
 @directory_option
 @click.option("--keep", is_flag=True, help="Leave the demo store there.")
+@click.option(
+    "--model",
+    metavar="NAME",
+    multiple=True,
+    help="Measure tables 2 and 3 of it first; may be repeated.",
+)
 @click.pass_obj
-def demo(call: Call, blocks: int, block_size: str, directory: str, keep: bool) -> None:
+def demo(
+    call: Call,
+    blocks: int,
+    block_size: str,
+    directory: str,
+    keep: bool,
+    model: tuple[str, ...],
+) -> int:
     """Serve a demo store, put and get blocks, kill it, restart it, get them again, stop."""
     from kvstore.bench import demo as demonstration
 
-    plan = demonstration.Plan(blocks, _block_bytes(block_size), Path(directory), keep)
+    plan = demonstration.Plan(blocks, _block_bytes(block_size), Path(directory), keep, model)
     report = demonstration.run(plan, call.output.note)
     call.output.result(report.document(), _demo_lines(report))
+    return 1 if any(table["faults"] for table in report.tables) else 0
 
 
 def _block_bytes(text: str) -> int:
@@ -80,7 +94,11 @@ def _block_bytes(text: str) -> int:
 
 def _demo_lines(report: Report) -> Iterator[str]:
     from kvstore import render
+    from kvstore.bench import tabletext
 
+    for table in report.tables:
+        yield from tabletext.lines(table)
+        yield ""
     plan, copy = report.plan, report.seconds["copy"]
     steps = [
         ("copy in memory (numpy, one thread)", "copy"),
@@ -155,6 +173,108 @@ def transfer(
     plan = measured.Plan(rounds, blocks, size, not no_check, Path(directory))
     result = measured.run(plan, call.output.note)
     call.output.result(result, measured.lines(result))
+
+
+TABLE_EXITS = {
+    0: "every block was right, and written as it should be",
+    1: "blocks were missing, wrong or not written; the line that says FAILED names the row",
+    2: "wrong usage, or the machine has too little room",
+    12: "",
+    130: "",
+    141: "",
+}
+
+
+def _table_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add what all three tables take."""
+    for option in (
+        directory_option,
+        click.option("--plot", metavar="FILE.png", help="Draw the result too."),
+        click.option(
+            "--rounds", type=click.IntRange(1, 1000), default=3, show_default=True, help="How many."
+        ),
+        click.option(
+            "--engine", metavar="NAME", multiple=True, help="Only these; may be repeated."
+        ),
+        click.option(
+            "--model",
+            metavar="NAME",
+            multiple=True,
+            help="Only q32b, q7b, q3b, glm4, l8b or tiny; may be repeated.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def _store_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add what the tables of kvstore itself take."""
+    io = click.Choice(["auto", "direct", "buffered"])
+    function = click.option(
+        "--io", type=io, default="auto", show_default=True, help="How block files are read."
+    )(function)
+    return click.option("--local", is_flag=True, help="Without daemon, in one process.")(function)
+
+
+def _table(call: Call, number: int, plot: str | None, directory: str, **how: Any) -> int:  # noqa: ANN401
+    """Measure a table and show it; return the exit code."""
+    from kvstore.bench import tables, tabletext
+    from kvstore.bench.workload import PUBLISHED
+
+    if plot is not None:
+        tabletext.check_plot()
+    models, engines = how.pop("model") or PUBLISHED, how.pop("engine")
+    plan = tables.Plan(number, models, engines, directory=Path(directory), **how)
+    result = tables.run(plan, call.output.note)
+    if plot is not None:
+        tabletext.plot(result, Path(plot))
+    call.output.result(result, tabletext.lines(result))
+    return 1 if result["faults"] else 0
+
+
+@bench.command(
+    cls=Command,
+    example="kvstore bench table1\nkvstore bench table1 --model q7b --engine leveldb --rounds 5",
+    exits=TABLE_EXITS,
+)
+@_table_options
+@click.pass_obj
+def table1(call: Call, /, **how: Any) -> int:  # noqa: ANN401
+    """Time np.memmap, np.save and LevelDB used directly: what kvstore is to be compared with.
+
+    Engines are memmap, files and leveldb.
+    """
+    return _table(call, 1, **how)
+
+
+@bench.command(
+    cls=Command,
+    example="kvstore bench table2\nkvstore bench table2 --model q7b --engine filesystem --json",
+    exits=TABLE_EXITS,
+)
+@_table_options
+@_store_options
+@click.pass_obj
+def table2(call: Call, /, **how: Any) -> int:  # noqa: ANN401
+    """Time sets and gets through a daemon that keeps blocks in memory, and one that does in files.
+
+    Engines are memory, filesystem and what kvstore engines lists; none but memory gets a memory
+    tier here.
+    """
+    return _table(call, 2, **how)
+
+
+@bench.command(
+    cls=Command,
+    example="kvstore bench table3\nkvstore bench table3 --model l8b --plot hybrid.png",
+    exits=TABLE_EXITS,
+)
+@_table_options
+@_store_options
+@click.pass_obj
+def table3(call: Call, /, **how: Any) -> int:  # noqa: ANN401
+    """Time sets and gets through a daemon with memory over files, as kvstore serve has it."""
+    return _table(call, 3, **how)
 
 
 @bench.command(
