@@ -256,6 +256,7 @@ def test_make_run_measures_before_it_kills(tmp_path: Path, monkeypatch: pytest.M
     for table in report.tables:
         # The time is over after one round, and no other model is begun.
         assert [(part["model"], part["rounds"]) for part in table["models"]] == [("tiny", 1)]
-        assert table["faults"] == []
+        assert (table["faults"], table["not_measured"]) == ([], ["q3b"])
+        assert "not measured, for the time was over: q3b" in list(tabletext.lines(table))
     assert (report.hits_after_kill, report.exit_code) == (8, 0)
     assert list(tmp_path.iterdir()) == []

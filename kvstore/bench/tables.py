@@ -285,6 +285,7 @@ def measure(plan: Plan, tell: Tell) -> dict[str, Any]:
         "environment": found,
         "local": plan.local,
         "models": results,
+        "not_measured": list(plan.models[len(results) :]),
         "faults": [
             f"{result['model']}: {row['name']}: {row['fault']}"
             for result in results

@@ -42,6 +42,8 @@ def lines(result: Mapping[str, Any]) -> Iterator[str]:
         yield from _table([_cells(row, flaws) for row in model["rows"]])
         yield from (f"note: {note}" for note in model["notes"])
     yield ""
+    if result["not_measured"]:
+        yield f"not measured, for the time was over: {', '.join(result['not_measured'])}"
     yield from LEGEND
     yield from (f"[{number}] {flaw}" for flaw, number in flaws.items())
     yield from (f"FAILED: {fault}" for fault in result["faults"])
