@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from kvstore.bench import transfer as bench
 from kvstore.bench.daemon import folder_of_our_own
 from kvstore.bench.timing import Row
 from kvstore.client import Client
-from kvstore.errors import KVStoreError, UsageError
+from kvstore.errors import DaemonUnavailable, KVStoreError, UsageError
 from tests.command import run_command
 
 SMALL = ("--blocks", "8", "--block-size", "1MiB", "--rounds", "2")
@@ -20,6 +23,14 @@ SMALL = ("--blocks", "8", "--block-size", "1MiB", "--rounds", "2")
 
 def small(folder: Path) -> bench.Plan:
     return bench.Plan(1, 4, 300_000, directory=folder / "demo", working_set=4 << 20)
+
+
+def answers(path: Path) -> bool:
+    try:
+        with Client(str(path), timeout=5) as client:
+            return bool(client.status())
+    except DaemonUnavailable:
+        return False
 
 
 def test_every_row_is_measured_beside_its_copy(tmp_path: Path) -> None:
@@ -91,6 +102,29 @@ def test_ratios_are_of_the_copy_in_the_same_direction() -> None:
     assert found["stream_get"] == (0.3, 0.5)
     assert found["put_from accepted"] == (0.8, 8 / 6)
     assert [bar["met"] for bar in result["bars"]] == [False, True, True]
+
+
+def test_the_daemon_ends_with_a_bench_that_is_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    code = f"""
+from pathlib import Path
+from kvstore.bench.daemon import Daemon
+folder = Path({str(folder)!r})
+folder.mkdir()
+Daemon(folder, 64 << 20, 1 << 20).start()
+print("ready", flush=True)
+input()
+"""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.kill()
+    deadline = time.monotonic() + 10
+    while answers(folder / "kv.sock"):
+        assert time.monotonic() < deadline
+    with folder_of_our_own(folder):  # what it left is ours to remove
+        assert list(folder.iterdir()) == []
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:

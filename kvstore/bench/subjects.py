@@ -81,7 +81,7 @@ class Subject(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End it. May be called twice."""
+        """End it, whether it was opened or not. May be called twice."""
 
     def memory_hits(self) -> int | None:
         """Return how many reads needed no disk, so far; None where nobody counts."""
@@ -189,6 +189,7 @@ class LevelDb(Subject):
     """LevelDB by plyvel with its default options; batches of a task, not synced."""
 
     name = "leveldb"
+    _db: Any = None
 
     def open(self) -> None:
         try:
@@ -196,7 +197,7 @@ class LevelDb(Subject):
         except ImportError:
             raise Unfit("plyvel is not installed: pip install 'kvstore[leveldb]'") from None
         self._make = plyvel.DB
-        self._db: Any = self._make(str(self.folder / "db"), create_if_missing=True)
+        self._db = self._make(str(self.folder / "db"), create_if_missing=True)
 
     def put(self, names: Sequence[str], numbers: Sequence[int], mode: str) -> int:
         with self._db.write_batch() as batch:
@@ -223,7 +224,8 @@ class LevelDb(Subject):
         self._db = self._make(str(self.folder / "db"))
 
     def close(self) -> None:
-        self._db.close()
+        if self._db is not None:
+            self._db.close()
 
 
 class DirectFile(Subject):
@@ -231,6 +233,7 @@ class DirectFile(Subject):
 
     name = "O_DIRECT"
     warms = False
+    _descriptor = -1
 
     def open(self) -> None:
         self._stride = round_up(self.workload.model.block_bytes, PAGE)

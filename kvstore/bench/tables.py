@@ -300,7 +300,9 @@ def _measure_model(plan: Plan, model: Model, ends: float, tell: Tell) -> dict[st
     tell(f"table {plan.table}, {model.name}: {BLOCKS} blocks of {size}")
     workload = Workload(model)
     folder = plan.directory / TABLES
-    notes: list[str] = []
+    notes = (
+        [] if workload.huge else ["our own blocks do not lie in huge pages, which slows all rows"]
+    )
     rounds = 0
     try:
         with ExitStack() as stack:
@@ -334,12 +336,12 @@ def _open(
 ) -> Iterator[Subject]:
     for subject in _subjects(plan, folder, workload):
         subject.folder.mkdir(parents=True)
+        stack.callback(subject.close)
         try:
             subject.open()
         except Unfit as error:
             notes.append(f"{subject.name} was not measured: {error}")
             continue
-        stack.callback(subject.close)
         yield subject
 
 

@@ -110,6 +110,7 @@ class Bench:
         self._clock = Clock(daemon.cpu_seconds)
         self._pages = Pages(plan.resident * pages(plan.block_bytes))
         self._pages.populate(0, self._pages.capacity)
+        self.huge_bytes = self._pages.huge_bytes
         self._source = self._cut(self._pages.memory, plan.resident)
         for block in self._source:
             block[:] = np.frombuffer(self._rng.bytes(plan.block_bytes), np.uint8)
@@ -268,6 +269,7 @@ def run(plan: Plan, tell: Tell) -> dict[str, Any]:
             tell(f"round {number + 1} of {plan.rounds}")
             bench.round()
         daemon.stop()
+    found["source_huge_bytes"] = bench.huge_bytes
     return _document(plan, found, list(bench.rows.values()))
 
 
@@ -309,6 +311,8 @@ def lines(result: Mapping[str, Any]) -> Iterator[str]:
         f"{render.size(result['working_set_bytes'])} in memory, {checks}; {result['rounds']} rounds"
     )
     yield from environment.lines(result["environment"])
+    huge = render.size(result["environment"]["source_huge_bytes"])
+    yield f"of the anonymous memory {huge} lie in huge pages"
     yield from render.table(
         HEAD,
         [

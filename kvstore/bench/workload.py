@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import KVStoreError
-from kvstore.pages import Pages, round_up
+from kvstore.pages import HUGE_PAGE, Pages, round_up
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,7 +86,10 @@ class Workload:
         self.model = model
         self._random = random.Random(seed)
         rng = np.random.default_rng(seed)
-        self.source, self.target = _pool(model), _pool(model)
+        pools = [_Pool(model), _Pool(model)]
+        self.source, self.target = (pool.blocks for pool in pools)
+        self.huge = all(pool.huge for pool in pools)
+        """Whether the pools lie in huge pages, but for a rest."""
         self.scratch = self.target.pop()
         for block in self.source:
             np.copyto(block, np.frombuffer(rng.bytes(model.block_bytes), np.uint8))
@@ -134,10 +137,13 @@ class Workload:
                 raise WrongBytes(f"{who} returned other bytes for block {self.name(source)}")
 
 
-def _pool(model: Model) -> list[U8]:
-    """Return blocks, and one more, on whole pages, in huge pages that have all been touched."""
-    stride = round_up(model.block_bytes, PAGE)
-    memory = Pages((BLOCKS + 1) * stride)
-    memory.populate(0, memory.capacity)
-    whole = np.frombuffer(memory.memory, np.uint8)
-    return [whole[at * stride :][: model.block_bytes] for at in range(BLOCKS + 1)]
+class _Pool:
+    """Blocks, and one more, on whole pages, in huge pages if possible, that have been touched."""
+
+    def __init__(self, model: Model) -> None:
+        stride = round_up(model.block_bytes, PAGE)
+        memory = Pages((BLOCKS + 1) * stride)
+        memory.populate(0, memory.capacity)
+        whole = np.frombuffer(memory.memory, np.uint8)
+        self.blocks = [whole[at * stride :][: model.block_bytes] for at in range(BLOCKS + 1)]
+        self.huge = memory.huge_bytes >= 0.9 * memory.capacity - HUGE_PAGE
