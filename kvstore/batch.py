@@ -102,12 +102,10 @@ class Batch:
         self._slots: U64 = np.zeros(0, np.uint64)
         self._extents: list[Extent] = []
         self._good = np.zeros(len(positions), np.bool_)
-        self._put: Put | None = None
 
     def begin(self, put: Put) -> None:
         """Take memory, rows and generations. Raises Busy, MemoryError."""
         core, request = self._core, self._request
-        self._put = put
         lengths = request.lengths[self.positions]
         sizes = record.image_bytes_of(lengths)
         if self._dirty:
@@ -169,10 +167,10 @@ class Batch:
         self.begins["length"] = self._request.lengths[self.positions]
         self._blocks = versions.blocks_of(self.begins)[0]
 
-    def undo(self) -> None:
+    def undo(self, put: Put) -> None:
         """Give back what :meth:`begin` took, as far as it came."""
         core = self._core
-        core.end_writing(self.rows, self._put)
+        core.end_writing(self.rows, put)
         if not self._renews:
             core.index.abort(self.rows)
         self._give_memory_back()
@@ -228,16 +226,16 @@ class Batch:
         """Make the copied blocks readable where they are in memory; hand all to the writer."""
         core = self._core
         if failed:
-            self.undo()
+            self.undo(put)
             put.settle(self.positions, BlockStatus.FAILED)
             return
         bad = ~self._good
         if bad.any():
             put.settle(self.positions[bad], BlockStatus.MISMATCH)
-            self._drop(bad)
+            self._drop(put, bad)
         if self._renews and (gone := core.writer.hold(self.rows, self._old)).any():
             put.settle(self.positions[gone], BlockStatus.BUSY)
-            self._drop(gone)
+            self._drop(put, gone)
         if not len(self.rows):
             return
         level = self._request.level
@@ -264,10 +262,10 @@ class Batch:
             entry.waiter, entry.positions = put, self.positions.tolist()
         core.writer.add(entry)
 
-    def _drop(self, bad: np.ndarray) -> None:
+    def _drop(self, put: Put, bad: np.ndarray) -> None:
         """Leave out blocks, for instance whose payload was not what the client announced."""
         core, good = self._core, ~bad
-        core.end_writing(self.rows[bad], self._put)
+        core.end_writing(self.rows[bad], put)
         if not self._renews:
             core.index.abort(self.rows[bad])
         if self._dirty:

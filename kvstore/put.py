@@ -71,7 +71,7 @@ class Put(Job, Waiter):
             self._sort_out()
         except BaseException:
             for batch in self._batches:
-                batch.undo()
+                batch.undo(self)
             core.release(self._held, self._held_generations)
             raise
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -424,3 +426,20 @@ def test_a_parent_that_was_written_before_its_child_survives_a_kill(local: Local
     again = Local(local.path)
     assert again.contains([key(1), key(2)]) == [True, True]
     again.kill()
+
+
+def test_a_put_is_gone_when_it_is_answered(tmp_path: Path) -> None:
+    """Not when the collector of garbage comes by: it holds views of memory of its client."""
+    local = Local(tmp_path / "store", memory_bytes=16 * MIB)
+    gc.disable()
+    try:
+        for overwrite in (False, True):
+            for level in Ack:
+                job = local.begin_put([key(1)], [block(1)], level=level, overwrite=overwrite)
+                left = weakref.ref(job)
+                local.store.run(job)
+                del job
+                assert left() is None, (level, overwrite)
+    finally:
+        gc.enable()
+    local.kill()

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 WORKING_SET = 640 << 20
 BAR = 0.5
-BARRED = ("stream_get", "put_staged accepted", "put_from accepted")
+BARRED = ("stream_get", "put_staged accepted")
 OUT, IN = "copy out", "copy in"
 BASELINE_OF = {
     OUT: OUT,
