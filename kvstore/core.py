@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvstore import events
+from kvstore import versions
 from kvstore.errors import InvalidKey, KVStoreError
 from kvstore.index import DIRTY, DISK, DURABLE, GHOST, MEM, Index
 from kvstore.job import Step
@@ -286,9 +286,7 @@ class Core:
         """Have the journal remember until when rows are pinned; only of rows it knows it does."""
         if not len(rows) or self.read_only:
             return
-        pins = events.blank(len(rows), events.Kind.PIN)
-        pins["row"] = rows
-        pins["last_use"] = [int(self.index.pins.get(row, 0.0) * 1e6) for row in rows.tolist()]
+        pins = versions.pins(self.index, rows)
 
         def act() -> None:
             self.journal.append(pins)

@@ -1,14 +1,15 @@
 """What keeps a row from being evicted: references, leases and pins.
 
 A *reference* is a read in flight: a count, taken and given back in batches. A *lease* is a time
-until which a row stays, tied to nobody. A *pin* is an order of an operator, with a deadline. Time
-is an argument: seconds of the clock whose ``epoch`` was given at construction.
+until which a row stays, tied to nobody. A *pin* is an order not to evict, with a deadline; one that
+an administrator gave is *firm*: nobody else lifts or shortens it. Time is an argument: seconds of
+the clock whose ``epoch`` was given at construction.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from types import MappingProxyType
 
 import numpy as np
@@ -35,6 +36,7 @@ class Holds:
         self._epoch = epoch
         self._record_bytes = record_bytes
         self._pins: dict[int, float] = {}
+        self._firm: set[int] = set()
         self._first_unpin = math.inf
         # Leased bytes by the tick at which they end: the sum is cheap and old ones drop out.
         self._leased: dict[int, int] = {}
@@ -117,14 +119,25 @@ class Holds:
         """Pinned rows and their deadlines, expired ones included until someone looks."""
         return MappingProxyType(self._pins)
 
-    def pin(self, row: int, until: float) -> None:
-        """Never evict ``row`` before ``until``; the last call counts."""
+    @property
+    def firm_pins(self) -> Set[int]:
+        """Rows pinned by an administrator."""
+        return self._firm
+
+    def pin(self, row: int, until: float, *, firm: bool = False) -> None:
+        """Never evict ``row`` before ``until``; the last call counts, but over a firm pin one that
+        is not firm only if it lasts longer."""
+        if firm:
+            self._firm.add(row)
+        elif row in self._firm:
+            until = max(until, self._pins[row])
         self._pins[row] = until
         self._first_unpin = min(self._first_unpin, until)
 
     def unpin(self, row: int) -> None:
-        """Lift a pin; no pin is no error."""
+        """Lift a pin, firm or not; no pin is no error."""
         self._pins.pop(row, None)
+        self._firm.discard(row)
 
     def pinned_bytes(self, now: float) -> int:
         """Return the bytes of all records under a live pin."""
@@ -133,6 +146,7 @@ class Holds:
     def _pinned(self, now: float) -> U32:
         if now >= self._first_unpin:
             self._pins = {row: until for row, until in self._pins.items() if until > now}
+            self._firm &= self._pins.keys()
             self._first_unpin = min(self._pins.values(), default=math.inf)
         return np.fromiter(self._pins, np.uint32, len(self._pins))
 
@@ -154,7 +168,7 @@ class Holds:
         self._columns.lease_ends[leased] = 0
         if self._pins:
             for row in rows.tolist():
-                self._pins.pop(row, None)
+                self.unpin(row)
 
 
 def _count(rows: U32) -> tuple[U32, Bytes]:

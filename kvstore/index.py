@@ -54,7 +54,7 @@ from kvstore.holds import Bytes, Holds, RecordBytes
 from kvstore.rows import Rows, RowView
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Set
 
     from kvstore.keys import KeyArray
 
@@ -313,7 +313,7 @@ class Index(RowView):
         self._holds.lease(rows, until)
 
     def leased_bytes(self, now: float) -> int:
-        """Return the record bytes under live leases; cheap."""
+        """Return the record bytes under live leases; cheap, as :meth:`pinned_bytes` is not."""
         return self._holds.leased_bytes(now)
 
     @property
@@ -321,15 +321,18 @@ class Index(RowView):
         """Pinned rows and their deadlines in seconds."""
         return self._holds.pins
 
-    def pin(self, row: int, until: float) -> None:
-        """Keep a row from eviction until then (seconds); the last call counts."""
-        self._holds.pin(row, until)
+    @property
+    def firm_pins(self) -> Set[int]:
+        return self._holds.firm_pins
+
+    def pin(self, row: int, until: float, *, firm: bool = False) -> None:
+        """Keep a row from eviction until then (seconds); see :meth:`kvstore.holds.Holds.pin`."""
+        self._holds.pin(row, until, firm=firm)
 
     def unpin(self, row: int) -> None:
         self._holds.unpin(row)
 
     def pinned_bytes(self, now: float) -> int:
-        """Return the record bytes under live pins."""
         return self._holds.pinned_bytes(now)
 
     # -- leaving ----------------------------------------------------------------------------------
@@ -354,10 +357,10 @@ class Index(RowView):
     ) -> U32:
         """Return the rows to evict for ``need`` bytes.
 
-        ``candidates`` are distinct, lowest score first. A row goes only if it is evictable and all
-        its children go too; see :func:`kvstore.chains.smallest_closed`. Children come before their
-        parents. All that may go are returned if they do not suffice. ``record_bytes``: a function
-        of payload sizes, or an array by row id; by default that of the index.
+        ``candidates`` are distinct, lowest score first. A row goes only if it is evictable and its
+        children go too, before it; see :func:`kvstore.chains.smallest_closed`. All that may go are
+        returned if they do not suffice. ``record_bytes``: a function of payload sizes, or an array
+        by row id; by default that of the index.
         """
         columns = self._columns
         if need <= 0 or not len(candidates):
@@ -374,9 +377,9 @@ class Index(RowView):
     def remove(self, rows: U32) -> U32:
         """Hide rows; return those that are gone and wait for :meth:`free`.
 
-        A row that leaves a child behind becomes a ghost instead. Ghosts that lose their last child
-        are freed at once, also those that this call made. Repeats, ghosts and hidden rows are left
-        out. Leases and pins end; references stay: see :meth:`take_references`.
+        A row that leaves a child behind becomes a ghost. Ghosts that lose their last child are
+        freed, also new ones. Repeats, ghosts and hidden rows are left out. Leases and pins end,
+        references stay: see :meth:`take_references`.
         """
         columns = self._columns
         _, first = np.unique(rows, return_index=True)
@@ -395,8 +398,7 @@ class Index(RowView):
         return gone
 
     def free(self, rows: U32) -> None:
-        """Make the ids of hidden rows usable again. Raises ValueError for others, or if a row has
-        references."""
+        """Make ids of hidden rows usable again. Raises ValueError for others, and for used ones."""
         if np.any(self._columns.flags[rows] != HIDDEN) or np.any(self._columns.references[rows]):
             raise ValueError("only hidden rows without references can be freed")
         self._columns.free(rows)

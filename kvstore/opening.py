@@ -356,7 +356,7 @@ class Opening:
         now = time.time()
         for row, until in settled.pins.items():
             if until / 1e6 > now:
-                core.index.pin(row, until / 1e6)
+                core.index.pin(row, until / 1e6, firm=row in settled.firm)
 
     def _run_chores(self, core: Core) -> None:
         while core.chores and not self._cancelled:

@@ -319,7 +319,8 @@ async def pin(request: Request) -> None:
     keys, seconds = request.keys(), min(int(request.meta.u32(1)[0]), _pin_limit(request))
     store = await request.store()
     namespace, shard = request.namespace(store), request.frame.shard
-    statuses = [store.pin(namespace, shard, part, seconds) for part in _slices(keys)]
+    firm = request.connection.peer.administrator
+    statuses = [store.pin(namespace, shard, part, seconds, firm=firm) for part in _slices(keys)]
     request.server.dispatch()
     await _answer_statuses(request, statuses)
 
@@ -327,7 +328,8 @@ async def pin(request: Request) -> None:
 async def unpin(request: Request) -> None:
     keys, store = request.keys(), await request.store()
     namespace, shard = request.namespace(store), request.frame.shard
-    statuses = [store.unpin(namespace, shard, part) for part in _slices(keys)]
+    firm = request.connection.peer.administrator
+    statuses = [store.unpin(namespace, shard, part, firm=firm) for part in _slices(keys)]
     request.server.dispatch()
     await _answer_statuses(request, statuses)
 

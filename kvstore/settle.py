@@ -65,7 +65,8 @@ class Settled:
 
     ``leftovers``: versions to delete, one record per generation, of kind BEGIN, PUT, FREE or
     LEFTOVER; the place is unknown for BEGIN. After a torn or missing journal one of them may be a
-    finished block whose PUT was lost. ``pins``: row id of a live row -> microseconds since 1970.
+    finished block whose PUT was lost. ``pins``: row id of a live row -> microseconds since 1970;
+    ``firm``: those of them that an administrator gave.
     ``synced``: every version up to this generation survives power loss. ``max_generation`` and
     ``max_stamp``: the highest seen.
     """
@@ -73,6 +74,7 @@ class Settled:
     rows: Records
     leftovers: Records
     pins: dict[int, int]
+    firm: frozenset[int]
     synced: int
     max_generation: int
     max_stamp: int
@@ -90,6 +92,7 @@ def settle(events: Records) -> Settled:
     slots = np.flatnonzero(state.kept)
     rows["last_use"] = _last_use(events, columns, ids)[slots]
     rows["parent"] = np.where(parents >= 0, rows["row"][parents], NONE)
+    pins, firm = _pins(columns, ids, state)
     live = state.live[slots]
     ghosts = np.flatnonzero(~live)
     rows["kind"][ghosts] = Kind.GHOST
@@ -98,7 +101,8 @@ def settle(events: Records) -> Settled:
     return Settled(
         rows=rows,
         leftovers=_leftovers(events, columns, ids, state),
-        pins=_pins(columns, ids, state),
+        pins=pins,
+        firm=firm,
         synced=_highest(columns.generation[_among(columns.kind, (Kind.SYNC,))]),
         max_generation=_highest(
             columns.generation[_among(columns.kind, (*_VERSIONS, Kind.SYNC, Kind.OPEN))]
@@ -117,6 +121,7 @@ class _Columns(NamedTuple):
     key_length: npt.NDArray[np.uint8]
     row: npt.NDArray[np.uint32]
     parent: npt.NDArray[np.uint32]
+    length: npt.NDArray[np.uint32]
     generation: _U64
     last_use: _U64
 
@@ -391,7 +396,7 @@ def _is_live(columns: _Columns, ids: _Ids, state: _State, positions: _Ints) -> _
     return live
 
 
-def _pins(columns: _Columns, ids: _Ids, state: _State) -> dict[int, int]:
+def _pins(columns: _Columns, ids: _Ids, state: _State) -> tuple[dict[int, int], frozenset[int]]:
     """Replay the pins of live rows one event at a time: pins are few.
 
     A pin ends with the version it was set on, or with unpinning; a later version that takes over
@@ -402,30 +407,34 @@ def _pins(columns: _Columns, ids: _Ids, state: _State) -> dict[int, int]:
     pinned[slots[slots >= 0]] = True
     pinned &= state.live
     if not pinned.any():
-        return {}
+        return {}, frozenset()
     deciding = np.flatnonzero(_among(columns.kind, (Kind.PUT, Kind.GHOST, Kind.FREE, Kind.PIN)))
     slots = ids.slots(columns.row[deciding])
     deciding = deciding[(slots >= 0) & pinned[slots]]
-    names = ("row", "kind", "generation", "last_use")
+    names = ("row", "kind", "generation", "last_use", "length")
     return _replay_pins(
         zip(*(getattr(columns, name)[deciding].tolist() for name in names), strict=False)
     )
 
 
-def _replay_pins(events: Iterable[tuple[int, int, int, int]]) -> dict[int, int]:
+def _replay_pins(
+    events: Iterable[tuple[int, int, int, int, int]],
+) -> tuple[dict[int, int], frozenset[int]]:
     held: dict[int, int] = {}
     pins: dict[int, int] = {}
-    for row, kind, generation, until in events:
+    firm: set[int] = set()
+    for row, kind, generation, until, firmly in events:
         if kind == Kind.PUT:
             held[row] = generation
         elif kind == Kind.PIN and until and row in held:
             pins[row] = until
+            (firm.add if firmly else firm.discard)(row)
         elif kind == Kind.PIN:
             pins.pop(row, None)
         elif kind == Kind.GHOST or held.get(row) == generation:
             held.pop(row, None)
             pins.pop(row, None)
-    return pins
+    return pins, frozenset(firm & pins.keys())
 
 
 def _highest(values: _U64) -> int:

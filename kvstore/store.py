@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore import events, record
+from kvstore import events, record, versions
 from kvstore.answers import BlockStatus
 from kvstore.errors import EngineError
 from kvstore.get import Get
@@ -21,7 +21,6 @@ from kvstore.keys import space_number
 from kvstore.put import Put
 from kvstore.removal import Removal, choose_victims, evict, heed_failures, retire
 from kvstore.upkeep import Flush, SaveUse, Upkeep
-from kvstore.versions import groups
 
 if TYPE_CHECKING:
     from collections import deque
@@ -171,8 +170,19 @@ class Store:
         rows = self.core.index.find(space_number(namespace.number, shard), keys)
         self.core.touch(rows[self.core.index.readable(rows)])
 
-    def pin(self, namespace: Namespace, shard: int, keys: KeyArray, seconds: float) -> U8:
-        """Keep blocks from eviction for a time; a status per key: OK, MISS, FULL past the cap."""
+    def pin(
+        self,
+        namespace: Namespace,
+        shard: int,
+        keys: KeyArray,
+        seconds: float,
+        *,
+        firm: bool = False,
+    ) -> U8:
+        """Keep blocks from eviction for a time; a status per key: OK, MISS, FULL past the cap.
+
+        A ``firm`` pin is lifted and shortened by firm calls only.
+        """
         core, now = self.core, self.core.clock.seconds()
         rows = core.index.find(space_number(namespace.number, shard), keys)
         statuses = np.full(len(keys), BlockStatus.MISS, np.uint8)
@@ -184,21 +194,20 @@ class Store:
                 statuses[position] = BlockStatus.FULL
                 continue
             room -= size if row not in core.index.pins else 0
-            core.index.pin(row, now + seconds)
+            core.index.pin(row, now + seconds, firm=firm)
             statuses[position] = BlockStatus.OK
         core.save_pins(rows[statuses == BlockStatus.OK])
         return statuses
 
-    def unpin(self, namespace: Namespace, shard: int, keys: KeyArray) -> U8:
-        """Take pins back; a status per key: OK or MISS (not pinned)."""
-        rows = self.core.index.find(space_number(namespace.number, shard), keys)
-        pinned = np.fromiter(
-            (row in self.core.index.pins for row in rows.tolist()), np.bool_, len(rows)
-        )
-        for row in rows[pinned].tolist():
-            self.core.index.unpin(row)
-        self.core.save_pins(rows[pinned])
-        return np.where(pinned, BlockStatus.OK, BlockStatus.MISS).astype(np.uint8)
+    def unpin(self, namespace: Namespace, shard: int, keys: KeyArray, *, firm: bool = False) -> U8:
+        """Take pins back; a status per key: OK or MISS (not pinned, or firmly)."""
+        index = self.core.index
+        rows = index.find(space_number(namespace.number, shard), keys)
+        mine = [row in index.pins and (firm or row not in index.firm_pins) for row in rows.tolist()]
+        for row in rows[mine].tolist():
+            index.unpin(row)
+        self.core.save_pins(rows[mine])
+        return np.where(mine, BlockStatus.OK, BlockStatus.MISS).astype(np.uint8)
 
     def subscribe(self, namespace: Namespace, watcher: Watcher) -> Subscription:
         """Have ``watcher(first sequence number, kinds, keys)`` called, on the owner thread, for
@@ -257,7 +266,7 @@ class Store:
             rows = rows[index.spaces[rows] >> 16 == namespace.number]
         return [
             (blocks.namespace.hex(), blocks.shard, key.hex())
-            for _, blocks in groups(index, self.core.namespaces, rows)
+            for _, blocks in versions.groups(index, self.core.namespaces, rows)
             for key in blocks.key_list()
         ]
 

@@ -213,9 +213,7 @@ class Checkpoint:
             owed.append(core.leftovers)
         records = np.concatenate([events.blank(0, events.Kind.LEFTOVER), *owed])
         records["kind"] = events.Kind.LEFTOVER
-        pins = events.blank(len(self._core.index.pins), events.Kind.PIN)
-        pins["row"] = list(self._core.index.pins)
-        pins["last_use"] = [int(until * 1e6) for until in self._core.index.pins.values()]
+        pins = versions.pins(core.index, np.array(list(core.index.pins), np.uint32))
         mark = events.blank(1, events.Kind.SYNC)
         mark["generation"] = self._core.synced_generation
         self._write(np.concatenate([records, pins, mark]), self._complete)

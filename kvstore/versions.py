@@ -91,6 +91,15 @@ def stand_ins(index: Index, namespaces: Namespaces, rows: U32) -> events.Records
     return found
 
 
+def pins(index: Index, rows: U32) -> events.Records:
+    """Return a PIN for each row: its deadline, 0 for one that is not pinned (any more)."""
+    out = events.blank(len(rows), events.Kind.PIN)
+    out["row"] = rows
+    out["last_use"] = [int(index.pins.get(row, 0.0) * 1e6) for row in rows.tolist()]
+    out["length"] = [row in index.firm_pins for row in rows.tolist()]
+    return out
+
+
 def spaces(namespaces: Namespaces, found: events.Records) -> U32:
     """Return the space (namespace number, shard) of each record; unknown ids get a number too."""
     result = found["shard"].astype(np.uint32)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.answers import Ack
+from kvstore.answers import Ack, BlockStatus
 from kvstore.errors import ConfigError
 from kvstore.keys import named
 from kvstore.opening import Options, open_store
@@ -268,6 +268,41 @@ def test_ordinary_peers_pin_for_an_hour_at_most(tmp_path: Path) -> None:
     store.close()
     assert MAX_PIN_SECONDS - 120 < first <= MAX_PIN_SECONDS
     assert second > 100 * MAX_PIN_SECONDS
+
+
+def test_an_administrators_pin_is_not_lifted_or_shortened_by_others(tmp_path: Path) -> None:
+    port = free_port()
+    one, other = key(1), key(2)
+
+    def seconds(number: int) -> bytes:
+        return struct.pack("<I", number)
+
+    with bare(tmp_path, listen=f"tcp://127.0.0.1:{port}") as daemon:
+        with Talker(("127.0.0.1", port)) as ordinary, Talker(daemon.socket) as administrator:
+            ordinary.put([one, other], [b"x", b"y"], ack=Ack.WRITTEN)
+            assert administrator.ask(Op.PIN, one + seconds(1800), **ONE).meta == b"\0"
+            assert ordinary.ask(Op.PIN, one + seconds(1), **ONE).meta == b"\0"
+            assert ordinary.ask(Op.UNPIN, one, **ONE).meta == bytes([BlockStatus.MISS])
+            assert ordinary.ask(Op.PIN, other + seconds(60), **ONE).meta == b"\0"
+            assert ordinary.ask(Op.PIN, other + seconds(30), **ONE).meta == b"\0"
+            assert ordinary.ask(Op.FLUSH).json == {"errors": []}
+        assert daemon.stop(signal.SIGKILL) == -signal.SIGKILL
+        store = open_store(daemon.store, Options(min_free=0))
+        index, now = store.core.index, time.time()
+        left = {row in index.firm_pins: until - now for row, until in index.pins.items()}
+        store.checkpoint()
+        store.run_chores()
+        store.close()
+        assert 1700 < left[True] <= 1800
+        assert left[False] <= 30
+        daemon.start()
+        with Talker(("127.0.0.1", port)) as ordinary, Talker(daemon.socket) as administrator:
+            assert ordinary.ask(Op.UNPIN, one, **ONE).meta == bytes([BlockStatus.MISS])
+            assert ordinary.ask(Op.PIN, one + seconds(3600), **ONE).meta == b"\0", "longer is fine"
+            assert ordinary.ask(Op.UNPIN, other, **ONE).meta == b"\0"
+            assert administrator.ask(Op.UNPIN, one, **ONE).meta == b"\0"
+            assert administrator.ask(Op.UNPIN, one, **ONE).meta == bytes([BlockStatus.MISS])
+        assert daemon.stop() == 0
 
 
 @pytest.mark.parametrize(
