@@ -124,6 +124,7 @@ class Client:
     status = _blocking(Operations.status)
     list = _iterating(Operations.list)
     admin = _blocking(Operations.admin)
+    follow = _iterating(Operations.follow)
 
     @contextmanager
     def staging(self, nbytes: int, *, timeout: float | None = None) -> Iterator[Staging]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -162,9 +163,11 @@ class Connection:
     async def _see_through(self, request: Request) -> None:
         """The outermost frame of a request: whatever happens in it, the client gets one answer."""
         error: KVStoreError | None = None
+        began = time.perf_counter()
         try:
             request.check()
             await OPERATIONS[request.frame.op](request)
+            self._note_duration(request.frame.op, time.perf_counter() - began)
         except asyncio.CancelledError:
             error = Cancelled("the request was cancelled", "ask again if it is still wanted")
         except KVStoreError as raised:
@@ -183,6 +186,12 @@ class Connection:
             with suppress(Gone):
                 await self.answer(request, protocol.error_meta(error), flags=Flag.ERROR)
         self._forget(request)
+
+    def _note_duration(self, op: int, seconds: float) -> None:
+        if op == Op.PUT:
+            self.server.put_durations.note(seconds)
+        elif op in (Op.GET, Op.STREAM_GET):
+            self.server.get_durations.note(seconds)
 
     async def cancel(self, number: int) -> None:
         """Stop a request as early as possible; return after its answer and its last access."""

@@ -198,10 +198,7 @@ class Get(Job):
         self.statuses[self.hits[good & self._small]] = BlockStatus.TOO_LARGE
         self.lengths[kept] = self._sizes[good]
         self.checksums[kept] = self._sums[good]
-        core.counters.hits += len(kept)
-        core.counters.memory_hits += int((good & self._in_memory).sum())
-        core.counters.misses += self.count - len(kept)
-        core.counters.read_bytes += int(self._sizes[good].sum())
+        self._count_use(good)
         if not self._cancelled:
             failed = (self._reads == Status.FAILED) | (self._reads == Status.UNREADABLE)
             core.counters.read_errors += int(failed.sum())
@@ -209,6 +206,13 @@ class Get(Job):
                 core.clear(self._rows[good], self._generations[good])
             if self.failure is None:
                 self._discard(~good)
+
+    def _count_use(self, good: np.ndarray) -> None:
+        counters, hits = self._core.counters, int(good.sum())
+        counters.hits += hits
+        counters.memory_hits += int((good & self._in_memory).sum())
+        counters.misses += self.count - hits
+        counters.read_bytes += int(self._sizes[good].sum())
 
     def _promote(self, good: np.ndarray) -> None:
         """Keep in memory what was read off the disk, unless somebody else did meanwhile."""
@@ -263,6 +267,23 @@ class Get(Job):
             core.tier.give_back(self._slots)
         core.bounce.release(self._extents)
         self._slots, self._extents = self._slots[:0], []
+
+
+class Warm(Get):
+    """A get for nobody: it brings blocks into the memory tier, ahead of their use.
+
+    Nobody asked for them yet, so hits and misses are not counted.
+    """
+
+    def _count_use(self, good: np.ndarray) -> None:
+        self._core.counters.warmed += int(good.sum())
+
+    @property
+    def in_memory(self) -> np.ndarray:
+        """After ``finish``: which of the first ``count`` keys are in memory now."""
+        there = np.zeros(self.count, np.bool_)
+        there[self.hits] = (self._core.index.flags[self._rows] & MEM) != 0
+        return there
 
 
 def _fitting(sizes: np.ndarray, readable: np.ndarray, in_memory: np.ndarray, budget: int) -> int:

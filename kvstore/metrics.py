@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+_BUCKETS = 32
+
+
+@dataclass(slots=True)
+class Durations:
+    """How long requests took: ``buckets[i]`` counts those of less than 2**i microseconds, and not
+    of less than half of that."""
+
+    buckets: list[int] = field(default_factory=lambda: [0] * _BUCKETS)
+
+    def note(self, seconds: float) -> None:
+        self.buckets[min(int(seconds * 1e6).bit_length(), _BUCKETS - 1)] += 1
 
 
 @dataclass(slots=True)
@@ -24,6 +37,8 @@ class Counters:
     evictions: int = 0
     evicted_bytes: int = 0
     deleted: int = 0
+    warmed: int = 0
+    """Blocks that were read into memory ahead of their use."""
     read_bytes: int = 0
     written_bytes: int = 0
     corrupt_blocks: int = 0

@@ -84,6 +84,10 @@ class Namespaces:
     def __iter__(self) -> Iterator[Namespace]:
         return iter([item for item in self._numbered if item.record is not None])
 
+    def all(self) -> list[Namespace]:
+        """Return all by their numbers, those whose record is not known included."""
+        return list(self._numbered)
+
     def load(self) -> None:
         """Read all files. A damaged one is noted in ``problems`` and logged, never raised.
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from kvstore.waiting import Port
 
 DEFAULT_LEASE = protocol.DEFAULT_LEASE_MS / 1000
+PART_SECONDS = 600.0
 
 
 class Where(TypedDict, total=False):
@@ -224,6 +225,19 @@ class Questions:
                 yield str(identity), int(shard), str(key)
                 left -= 1
             start = answer.get("next")
+
+    async def follow(
+        self, request: Mapping[str, object], *, idle: float = PART_SECONDS
+    ) -> AsyncGenerator[dict[str, object], None]:
+        """Send an administrative request that is answered in parts; yield them as they come.
+
+        ``idle``: seconds until the next part must be there. Closing the iterator ends the request.
+        """
+        sent = requests.spoken(Op.ADMIN, request)
+        asked = await self._session.send(sent, math.inf, self._call().limit)
+        async with aclosing(self._session.replies(asked, idle)) as replies:
+            async for reply in replies:
+                yield reply.meta.json()
 
     async def admin(
         self, request: Mapping[str, object], *, timeout: float | None = None

@@ -26,6 +26,7 @@ from kvstore.answers import BlockStatus
 from kvstore.connection import Connection
 from kvstore.errors import Busy, DaemonUnavailable, KVStoreError
 from kvstore.mapped import Allowance
+from kvstore.metrics import Durations
 from kvstore.notify import Supervisor
 from kvstore.opening import Opening, Options
 from kvstore.peers import group_id, peer_of
@@ -100,6 +101,10 @@ class Server:
     """The namespace ``default``, once somebody has used it."""
     mapping: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a client's region is mapped."""
+    warming: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by whoever brings blocks into memory: others keep all workers but one."""
+    get_durations: Durations = field(default_factory=Durations)
+    put_durations: Durations = field(default_factory=Durations)
     pid: int = field(default_factory=os.getpid)
     pidfd: int | None = None
 
@@ -455,6 +460,8 @@ class Server:
             "clients": len(self._clients),
             "region_bytes": self.allowance.used,
             "failed_requests": self._failed_requests,
+            "get_us_buckets": list(self.get_durations.buckets),
+            "put_us_buckets": list(self.put_durations.buckets),
         }
 
 

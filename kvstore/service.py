@@ -1,4 +1,7 @@
-"""What each operation of the protocol does: one coroutine for each, which answers its request."""
+"""What each operation of the protocol does: one coroutine for each, which answers its request.
+
+Administration has a room of its own, :mod:`kvstore.administration`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvstore import __version__, protocol
+from kvstore.administration import administer
 from kvstore.answers import Ack, BlockStatus
 from kvstore.batch import PutRequest
 from kvstore.errors import Busy, PermissionDenied, UnknownNamespace, UsageError
@@ -29,7 +33,6 @@ if TYPE_CHECKING:
     from kvstore.store import Store
     from kvstore.underway import Request
 
-LIST_LIMIT = 4096
 MAX_LEASE_MS = 600_000
 MAX_PIN_SECONDS = 3600
 """Of an ordinary peer; administrators may pin for as long as the field can say."""
@@ -352,36 +355,6 @@ async def flush(request: Request) -> None:
         for error in errors
     ]
     await request.answer(protocol.dump({"errors": told}))
-
-
-# -- administration -------------------------------------------------------------------------------
-
-
-async def administer(request: Request) -> None:
-    asked = request.meta.json()
-    action, peer = asked.get("op"), request.connection.peer
-    peer.check_action(action if isinstance(action, str) else None)
-    if not isinstance(action, str):
-        raise UsageError("administration is asked for by a name", 'send {"op": "status"}')
-    if action == "status":
-        answer = request.server.status()
-        if not peer.administrator:
-            # Notes name files, and those of namespaces say which there are.
-            answer.pop("notes", None)
-    elif action == "list":
-        answer = _list(request, await request.store(), asked)
-    else:
-        raise UsageError(f"administration knows no operation {action!r}", "upgrade kvstore")
-    await request.answer(protocol.dump(answer))
-
-
-def _list(request: Request, store: Store, asked: dict[str, Any]) -> dict[str, object]:
-    handle, start = asked.get("handle"), asked.get("start", 0)
-    if not isinstance(start, int) or not isinstance(handle, (int, type(None))):
-        raise UsageError("a list is asked for by numbers", "send integers, or no handle")
-    namespace = None if handle is None else request.connection.namespace(store, handle)
-    blocks, following = store.list_rows(namespace, max(start, 0), LIST_LIMIT)
-    return {"blocks": blocks, "next": following}
 
 
 OPERATIONS: dict[int, Callable[[Request], Awaitable[None]]] = {

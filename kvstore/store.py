@@ -16,7 +16,7 @@ import numpy as np
 from kvstore import events, record, versions
 from kvstore.answers import BlockStatus
 from kvstore.errors import EngineError
-from kvstore.get import Get
+from kvstore.get import Get, Warm
 from kvstore.keys import space_number
 from kvstore.put import Put
 from kvstore.removal import Removal, choose_victims, evict, heed_failures, retire
@@ -137,6 +137,12 @@ class Store:
         self.core.begin(job)
         return job
 
+    def warm(self, namespace: Namespace, shard: int, keys: KeyArray, budget: int) -> Warm:
+        """Begin to bring blocks into memory; see :class:`~kvstore.get.Warm`. Raises Busy."""
+        job = Warm(self.core, namespace, shard, keys, budget)
+        self.core.begin(job)
+        return job
+
     def contains(
         self, namespace: Namespace, shard: int, keys: KeyArray, lease_seconds: float = 0.0
     ) -> np.ndarray:
@@ -231,7 +237,11 @@ class Store:
 
     def evict(self, byte_count: int) -> Removal:
         """Begin to evict blocks that take at least so many bytes, if so many may go."""
-        removal = evict(self.core, choose_victims(self.core, byte_count))
+        return self.evict_rows(choose_victims(self.core, byte_count))
+
+    def evict_rows(self, rows: U32) -> Removal:
+        """Begin to evict these rows; see :func:`kvstore.plan.still` for which may go."""
+        removal = evict(self.core, rows)
         self.core.begin(removal)
         return removal
 
@@ -255,19 +265,20 @@ class Store:
         found: list[tuple[str, int, str]] = []
         while start < index.row_limit and len(found) < limit:
             stop = min(index.row_limit, start + limit - len(found))
-            found += self._described(index.rows_between(start, stop), namespace)
+            rows = index.rows_between(start, stop)
+            rows = rows[index.readable(rows)]
+            if namespace is not None:
+                rows = rows[index.spaces[rows] >> 16 == namespace.number]
+            found += [name for _, name in self.names(rows)]
             start = stop
         return found, start if start < index.row_limit else None
 
-    def _described(self, rows: U32, namespace: Namespace | None) -> list[tuple[str, int, str]]:
-        index = self.core.index
-        rows = rows[index.readable(rows)]
-        if namespace is not None:
-            rows = rows[index.spaces[rows] >> 16 == namespace.number]
+    def names(self, rows: U32) -> list[tuple[int, tuple[str, int, str]]]:
+        """Return each row with its (namespace id, shard, key), hex; in any order."""
         return [
-            (blocks.namespace.hex(), blocks.shard, key.hex())
-            for _, blocks in versions.groups(index, self.core.namespaces, rows)
-            for key in blocks.key_list()
+            (row, (blocks.namespace.hex(), blocks.shard, key.hex()))
+            for part, blocks in versions.groups(self.core.index, self.core.namespaces, rows)
+            for row, key in zip(part.tolist(), blocks.key_list(), strict=True)
         ]
 
     # -- state ------------------------------------------------------------------------------------
@@ -320,6 +331,8 @@ class Store:
             + core.checkpoint_bytes,
             "index_bytes_per_block": round(core.index.index_bytes_per_block, 1),
             "namespaces": len(core.namespaces),
+            "pinned_blocks": len(core.index.pins),
+            "pinned_bytes": core.index.pinned_bytes(core.clock.seconds()),
             **counters,
             "notes": [*core.stats.notes, *core.namespaces.problems],
             "problems": problems,

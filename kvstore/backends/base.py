@@ -278,6 +278,10 @@ class Engine(ABC):
         EngineError when the engine's own structure cannot be read.
         """
 
+    def where(self, blocks: Blocks) -> list[str]:
+        """Return where each record lies, for people: a path below the engine's directory."""
+        return [f"place {place}" for place in blocks.places.tolist()]
+
     @abstractmethod
     def flush(self) -> None:
         """Make everything that ``put_many`` and ``delete_many`` returned survive power loss.

@@ -159,6 +159,10 @@ class FilesystemEngine(base.Engine):
                     self._unreadable(error, name)
         return found
 
+    def where(self, blocks: Blocks) -> list[str]:
+        namespace = blocks.namespace.hex()
+        return [f"{namespace}/{fan}/{name}" for fan, name in self._tree.names(blocks)]
+
     def delete_many(self, blocks: Blocks) -> int:
         self.require_open(writing=True)
         removed, failure, namespace = 0, "", blocks.namespace.hex()
