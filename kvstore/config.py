@@ -190,12 +190,39 @@ def load(flags: Mapping[str, object], environ: Mapping[str, str] | None = None) 
         name: _find(name, flags, environ, path, table or {}) or _default(name, environ)
         for name in _FIELDS
     }
-    _refuse_unknown(table or {}, path)
+    for error in _unknown(table or {}, path):
+        raise error
     settings = Settings(**{name: _convert(name, *item) for name, item in found.items()})
     origins = {name: item.origin for name, item in found.items()}
     _check(settings, origins)
     settings = msgspec.structs.replace(settings, store=settings.store.absolute())
     return Loaded(settings, origins, None if table is None else path, _unread(environ))
+
+
+def problems(
+    flags: Mapping[str, object], environ: Mapping[str, str] | None = None
+) -> list[ConfigError]:
+    """Return all that :func:`load` would refuse, one by one."""
+    environ = os.environ if environ is None else environ
+    found: list[ConfigError] = []
+    try:
+        path, required = _file_path(flags, environ)
+        table = _read_file(path, required) or {}
+    except ConfigError as error:
+        return [error]
+    for name in _FIELDS:
+        try:
+            item = _find(name, flags, environ, path, table) or _default(name, environ)
+            _convert(name, *item)
+        except ConfigError as error:
+            found.append(error)
+    found += _unknown(table, path)
+    if not found:
+        try:
+            load(flags, environ)
+        except ConfigError as error:
+            found.append(error)
+    return found
 
 
 def load_path(
@@ -423,12 +450,12 @@ def _check_socket(path: Path, origin: Origin) -> None:
         )
 
 
-def _refuse_unknown(table: Mapping[str, object], path: Path) -> None:
+def _unknown(table: Mapping[str, object], path: Path) -> Iterator[ConfigError]:
     for name in table:
         if name not in _ATTRIBUTES:
             near = difflib.get_close_matches(name, _ATTRIBUTES, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(_ATTRIBUTES)}"
-            raise ConfigError(f"setting {name!r} in {path} is unknown", hint)
+            yield ConfigError(f"setting {name!r} in {path} is unknown", hint)
 
 
 def _unread(environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import sys
 import time
 import traceback
@@ -18,10 +17,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TextIO
+from typing import IO, TYPE_CHECKING, NoReturn, TextIO
 
 from kvstore.errors import UsageError
 
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+PROGRESS_SECONDS = 10.0
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _STYLES = {"red": "31", "green": "32", "yellow": "33", "bold": "1"}
 _STATE_STYLES = {"ready": "green", "recovering": "yellow", "draining": "yellow", "degraded": "red"}
@@ -126,10 +129,21 @@ class Output:
         """Write what was asked for as text, in whatever mode: help, version."""
         _write(text + "\n")
 
-    def stream(self, name: str, items: Iterable[tuple[Mapping[str, object], str]]) -> int:
+    def line(self, document: Mapping[str, object], lines: Iterable[str]) -> None:
+        """Write one of many results, at once: a JSON line with ``--json``, else the lines."""
+        self.result(document, lines)
+        self.flush()
+
+    def stream(
+        self,
+        name: str,
+        items: Iterable[tuple[Mapping[str, object], str]],
+        rest: Mapping[str, object] | None = None,
+    ) -> int:
         """Write items as they come and return how many: lines, or ``{"name": [...], "count": n}``.
 
-        A list of a million blocks is never in memory as a whole.
+        A list of a million blocks is never in memory as a whole. ``rest`` are further fields; they
+        are read when all items have been written.
         """
         number = 0
         if self.json:
@@ -142,13 +156,32 @@ class Output:
                 _write(line + "\n")
             number += 1
         if self.json:
-            _write(f'\n], "count": {number}}}\n')
+            more = json.dumps(rest or {}, default=plain, ensure_ascii=False)
+            _write(f'\n], "count": {number}{", " if rest else ""}{more[1:]}\n')
         return number
 
     def note(self, text: str) -> None:
         """Tell a person what is going on: stderr, not with ``-q`` or ``--json``."""
         if not (self.quiet or self.json):
             sys.stderr.write(text + "\n")
+
+    def confirm(self, question: str, *, yes: bool) -> None:
+        """Go on only if the answer is yes. Raises UsageError where nobody can be asked, or for no.
+
+        ``yes``: it was given on the command line.
+        """
+        if yes:
+            return
+        if self.json or sys.stdin is None or not sys.stdin.isatty():
+            raise UsageError(f"{question} nobody is there to ask", "say so with --yes")
+        sys.stderr.write(f"{question} [y/N] ")
+        sys.stderr.flush()
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            raise UsageError("nothing was done", "answer y, or say so with --yes")
+
+    def progress(self, total: int | None, unit: str, *, scale: bool = False) -> Progress:
+        """Return a counter that a person sees on stderr; ``scale``: it counts bytes."""
+        return Progress(total, unit, scale, silent=self.quiet or self.json)
 
     def error(self, kind: str, code: int, message: str, hint: str = "") -> None:
         """Write the one line about what went wrong and what to do next."""
@@ -199,6 +232,48 @@ class Output:
         return self.style(name, _STATE_STYLES.get(name, "bold"))
 
 
+class Progress:
+    """How far a long command is: a bar on a terminal, else a line every ten seconds. A context."""
+
+    def __init__(self, total: int | None, unit: str, scale: bool, *, silent: bool) -> None:
+        self._total, self._unit, self._scale = total, unit, scale
+        self._done, self._silent = 0, silent
+        self._told = time.monotonic()
+        self._bar: tqdm[NoReturn] | None = None
+
+    def __enter__(self) -> Progress:
+        if not self._silent and sys.stderr is not None and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=self._total,
+                unit=self._unit,
+                unit_scale=self._scale,
+                unit_divisor=1024 if self._scale else 1000,
+                leave=False,
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def add(self, number: int, total: int | None = None) -> None:
+        """Note that so much more is done; ``total`` if it is known by now."""
+        self._done, self._total = self._done + number, total or self._total
+        if self._bar is not None:
+            self._bar.total = self._total
+            self._bar.update(number)
+        elif not self._silent and time.monotonic() - self._told >= PROGRESS_SECONDS:
+            self._told = time.monotonic()
+            sys.stderr.write(f"{self._shown(self._done)} of {self._shown(self._total)}\n")
+
+    def _shown(self, number: int | None) -> str:
+        if number is None:
+            return "unknown"
+        return size(number) if self._scale else count(number, self._unit)
+
+
 def _sentence(text: str, first_upper: bool) -> str:
     text = text[:1].upper() + text[1:] if first_upper else text
     return text if text.endswith((".", "?", "!")) else text + "."
@@ -246,6 +321,8 @@ def write_bytes(data: bytes | memoryview, target: str) -> None:
 
 
 def _write_file(data: bytes | memoryview, path: Path) -> None:
+    import shutil  # takes a while, and few commands write a file
+
     if path.exists() and not path.is_file():
         path.write_bytes(data)
         return
@@ -258,6 +335,17 @@ def _write_file(data: bytes | memoryview, path: Path) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def clear_screen() -> None:
+    """Begin at the top again, on a terminal; what is in a pipe or file just goes on."""
+    if stdout_is_terminal():
+        _write("\033[H\033[J")
+
+
+def utc(seconds: float) -> str:
+    """Return a moment (seconds since 1970) as ``2026-11-30T12:00:00Z``."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
 def stdout_is_terminal() -> bool:

@@ -25,6 +25,7 @@ import kvstore
 from kvstore import config, errors, layout, node, render
 from kvstore.commands import daemon as daemon_commands
 from kvstore.commands import tree as commands
+from kvstore.commands import watch
 from kvstore.commands.frame import EXIT_STATUS, Call, Help
 from kvstore.config import Origin, Settings, Source
 from kvstore.protocol import Op
@@ -564,15 +565,15 @@ def test_status_has_what_is_promised(daemon: Daemon) -> None:
 
 def test_status_leaves_out_what_says_nothing() -> None:
     opening = {"store": "/s", "engine": "memory", "phase": "reading the journal", "scanned": 1}
-    assert daemon_commands._rows(opening)[-1] == ("phase", "reading the journal, 1 record scanned")
-    names = [name for name, _ in daemon_commands._rows({**opening, "version": "1"})]
+    assert watch._rows(opening)[-1] == ("phase", "reading the journal, 1 record scanned")
+    names = [name for name, _ in watch._rows({**opening, "version": "1"})]
     assert names == ["store", "engine", "version", "phase"]
     found = {"capacity_bytes": 1 << 30, "blocks": 9999, "free_bytes": 1 << 20, "hits": 2}
-    few = dict(daemon_commands._rows(found))
+    few = dict(watch._rows(found))
     assert not {"memory", "dirty", "index"} & set(few)
     assert few["reads"] == "2 hits, 0 misses (100.0 % hits)"
     busy = {"blocks": 10_000, "index_bytes_per_block": 99.5, "dirty_blocks": 1, "dirty_bytes": 1024}
-    many = dict(daemon_commands._rows({**found, **busy, "min_free_bytes": 10 << 30}))
+    many = dict(watch._rows({**found, **busy, "min_free_bytes": 10 << 30}))
     assert (many["index"], many["dirty"]) == ("99.5 B per block", "1 block, 1 KiB")
     assert many["disk free"] == "1 MiB, at least 10 GiB stay free (min_free)"
 

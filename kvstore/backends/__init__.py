@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
+from kvstore import __version__
 from kvstore.backends.base import Engine
 from kvstore.errors import ConfigError, EngineError
 
@@ -18,6 +19,14 @@ BUILT_IN = {
 def engine_names() -> list[str]:
     """Return the names of all engines, built in and installed, without importing them."""
     return sorted({*BUILT_IN, *entry_points(group=ENTRY_POINTS).names})
+
+
+def engine_package(name: str) -> tuple[str, str]:
+    """Return the name and version of the package that an engine comes with."""
+    if name in BUILT_IN:
+        return "kvstore", __version__
+    package = _installed(name).dist
+    return (package.name, package.version) if package is not None else ("unknown", "")
 
 
 def engine_class(name: str) -> type[Engine]:

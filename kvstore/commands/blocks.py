@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,15 +9,13 @@ from typing import TYPE_CHECKING
 import click
 
 from kvstore.commands.frame import Call, Command, namespace_options, online
+from kvstore.commands.names import parse_keys, read_key, read_namespace
 from kvstore.errors import InvalidKey, NotFound, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from kvstore.client import Client
-
 MAX_LABEL_BYTES = 255
-NAMESPACE_ID = re.compile("[0-9a-fA-F]{32}", re.ASCII)
 ABSENT = "never put, evicted, or under another namespace or shard"
 
 
@@ -70,14 +67,14 @@ def put(
     above = read_key(parent) if parent is not None else None
     keys.check_shard(shard)
     _check_label(label)
-    record = read_namespace(namespace)
+    space = read_namespace(namespace)
     data = read_block(source, name)
     ack = "durable" if durable else "written" if wait else "accepted"
     with call.client() as client:
         result = client.put(
             name,
             data,
-            namespace=open_namespace(client, record, create=create_namespace),
+            namespace=space.open(client, create=create_namespace),
             shard=shard,
             ack=ack,
             parent=above,
@@ -122,9 +119,9 @@ def get(call: Call, key: str, target: str | None, namespace: str, shard: int) ->
         raise UsageError(
             "a block is binary and stdout is a terminal", "use -o FILE, or -o - if you mean it"
         )
-    record = read_namespace(namespace)
+    space = read_namespace(namespace)
     with call.client() as client:
-        data = client.get(name, namespace=open_namespace(client, record), shard=shard)
+        data = client.get(name, namespace=space.open(client), shard=shard)
     if data is None:
         raise NotFound(
             f"block {name.hex()} is not in namespace {namespace}, shard {shard}",
@@ -147,9 +144,9 @@ def get(call: Call, key: str, target: str | None, namespace: str, shard: int) ->
 def contains(call: Call, keys: tuple[str, ...], prefix: bool, namespace: str, shard: int) -> int:
     """Tell which blocks are there."""
     names = parse_keys(keys, shard)
-    record = read_namespace(namespace)
+    space = read_namespace(namespace)
     with call.client() as client:
-        handle = open_namespace(client, record)
+        handle = space.open(client)
         if prefix:
             length = client.prefix(names, namespace=handle, shard=shard)
             call.output.result({"prefix": length, "keys": len(names)}, [str(length)])
@@ -172,9 +169,9 @@ def contains(call: Call, keys: tuple[str, ...], prefix: bool, namespace: str, sh
 def delete(call: Call, keys: tuple[str, ...], namespace: str, shard: int) -> int:
     """Remove blocks by name, for good."""
     names = list(dict.fromkeys(parse_keys(keys, shard)))
-    record = read_namespace(namespace)
+    space = read_namespace(namespace)
     with call.client() as client:
-        removed = client.delete(names, namespace=open_namespace(client, record), shard=shard)
+        removed = client.delete(names, namespace=space.open(client), shard=shard)
     absent = len(names) - removed
     call.output.result(
         {"deleted": removed, "absent": absent}, [f"deleted {removed}, absent {absent}"]
@@ -188,7 +185,7 @@ def delete(call: Call, keys: tuple[str, ...], namespace: str, shard: int) -> int
     example="kvstore list > blocks.txt\nkvstore list --namespace llama --limit 100",
     exits=online(e4="unknown namespace"),
 )
-@click.option("--namespace", metavar="NAME|@FILE", help="Only this namespace.")
+@click.option("--namespace", metavar="NAME|@FILE|ID", help="Only this namespace.")
 @click.option("--limit", type=click.IntRange(min=0), help="At most so many blocks.")
 @click.pass_obj
 def list_blocks(call: Call, namespace: str | None, limit: int | None) -> None:
@@ -199,9 +196,9 @@ def list_blocks(call: Call, namespace: str | None, limit: int | None) -> None:
     """
     if call.output.quiet and not call.output.json:
         raise UsageError("list with -q would say nothing", "leave out -q")
-    record = None if namespace is None else read_namespace(namespace)
+    space = None if namespace is None else read_namespace(namespace)
     with call.client() as client:
-        handle = None if record is None else open_namespace(client, record)
+        handle = None if space is None else space.open(client)
         found = client.list(handle, limit)
         call.output.stream("blocks", _described(found))
 
@@ -212,33 +209,6 @@ def _described(
     for namespace, shard, key in found:
         document = {"namespace": namespace, "shard": shard, "key": key}
         yield document, f"{namespace} {shard} {key}"
-
-
-def parse_keys(texts: tuple[str, ...], shard: int) -> list[bytes]:
-    """Return keys of one length. Raises InvalidKey."""
-    from kvstore import keys
-
-    keys.check_shard(shard)
-    names = [read_key(text) for text in texts]
-    keys.key_array(names)
-    return names
-
-
-def read_key(text: str) -> bytes:
-    """Return the key that a person wrote in hexadecimal. Raises InvalidKey."""
-    from kvstore import keys
-
-    digits = text.removeprefix("0x").removeprefix("0X")
-    if digits != text:
-        raise InvalidKey(f"key {text[:16]!r} is not hexadecimal", "leave out 0x")
-    if any(letter.isspace() for letter in text):  # bytes.fromhex would take them
-        raise InvalidKey(f"key {text[:16]!r} has blanks in it", "write two hex digits a byte")
-    if text and len(text) % 2 and not text.strip("0123456789abcdefABCDEF"):
-        raise InvalidKey(
-            f"key {text[:16]!r} has an odd number of digits",
-            "write two hex digits a byte, 00 and not 0",
-        )
-    return keys.parse_hex(text)
 
 
 def read_block(source: str, key: bytes) -> bytes:
@@ -271,45 +241,3 @@ def read_stdin(limit: int) -> bytes:
         raise UsageError("stdin is closed", "give a file with -i FILE, or pipe the block in")
     data: bytes = sys.stdin.buffer.read(limit)
     return data
-
-
-def read_namespace(text: str) -> Mapping[str, object]:
-    """Return the record of a namespace from its name or from ``@FILE``. Raises UsageError.
-
-    The id of ``default`` will do, since ``list`` prints it; other ids only the daemon could open.
-    """
-    import json
-
-    from kvstore import keys
-
-    if NAMESPACE_ID.fullmatch(text):
-        record = keys.named(keys.DEFAULT_NAMESPACE)
-        if keys.namespace_id(record).hex() == text.lower():
-            return record
-        raise UsageError(
-            f"namespace {text} is given by its id, and no command opens one by its id yet",
-            "give its name, or its record as @FILE.json",
-        )
-    if not text.startswith("@"):
-        return keys.named(text)
-    try:
-        record = json.loads(Path(text[1:]).read_bytes())
-    except OSError as error:
-        raise UsageError(
-            f"namespace file {text[1:]}: {error.strerror}", "give a readable file"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"namespace file {text[1:]} is not JSON: {error}", "correct it") from None
-    if not isinstance(record, dict):
-        raise UsageError(f"namespace file {text[1:]} holds no object", 'write {"name": ...}')
-    keys.canonical(record)
-    return record
-
-
-def open_namespace(client: Client, record: Mapping[str, object], *, create: bool = False) -> int:
-    """Return the daemon's handle of a namespace; ``default`` is always open."""
-    from kvstore import keys
-
-    if record == keys.named(keys.DEFAULT_NAMESPACE):
-        return 0
-    return client.namespace(record, create=create)

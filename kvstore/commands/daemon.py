@@ -1,4 +1,4 @@
-"""Commands about a whole store: serve it, make it, look at it."""
+"""Commands about a whole store: serve it, make it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvstore.commands.frame import Call, Command, Option, become_owner, online, store_option
-from kvstore.errors import CorruptStore, UsageError
+from kvstore.commands.frame import Call, Command, Option, store_option
+from kvstore.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable
 
     from kvstore.config import Loaded
     from kvstore.server import ServerOptions
-    from kvstore.summary import Summary
 
-DEGRADED = 1
 LEFT_TO_THE_STORE = ("engine", "capacity", "min_free")
-TELLING_BLOCKS = 10_000
-"""From here on bytes per block tell of blocks, and not of what an empty index takes."""
 
 log = logging.getLogger("kvstore")
 
@@ -96,7 +92,7 @@ def serve(call: Call, /, check_only: bool, **flags: str | bool | None) -> int:
         flags["log_level"] = "debug" if call.output.verbose else "warning"
     loaded = config.load(call.flags(**flags))
     config.check_memory(loaded)
-    _check_access(loaded)
+    check_access(loaded)
     if check_only:
         call.output.result({"settings": "valid"}, ["settings are valid"])
         return 0
@@ -113,7 +109,7 @@ def serve(call: Call, /, check_only: bool, **flags: str | bool | None) -> int:
     return run_daemon(_server_options(loaded))
 
 
-def _check_access(loaded: Loaded) -> None:
+def check_access(loaded: Loaded) -> None:
     """Refuse groups and addresses that this machine cannot have, before anything is begun."""
     from kvstore.peers import group_id
     from kvstore.sockets import tcp_address
@@ -153,7 +149,7 @@ def _log_settings(loaded: Loaded) -> None:
         found: tuple[object, object] = (value, origin)
         if value is None and name in LEFT_TO_THE_STORE:
             found = _left_to_the_store(loaded, name)
-        log.info("%s = %s (%s)", name, _shown(found[0]), found[1])
+        log.info("%s = %s (%s)", name, shown(found[0]), found[1])
     for name in loaded.ignored:
         log.info("environment variable %s is not a setting; ignored", name)
 
@@ -242,7 +238,7 @@ def _engine(loaded: Loaded) -> str | None:
     return None
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     from kvstore import config, render
 
     if isinstance(value, config.Size):
@@ -250,71 +246,6 @@ def _shown(value: object) -> str:
     if isinstance(value, config.Duration):
         return render.duration(value)
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
-
-
-@click.command(
-    cls=Command,
-    example="kvstore status\nkvstore status --json | jq .state",
-    exits=online(e0="healthy", e1="degraded, or failed"),
-)
-@click.pass_obj
-def status(call: Call) -> int:
-    """Show how the daemon and its store are doing."""
-    with call.client() as client:
-        found = client.status()
-    call.output.result(found, _status_lines(call, found))
-    return DEGRADED if found.get("state") == "degraded" else 0
-
-
-def _status_lines(call: Call, found: Mapping[str, Any]) -> Iterator[str]:
-    from kvstore import render
-
-    state = call.output.state(str(found.get("state")))
-    yield from render.fields([("state", state), *_rows(found)])
-    for kind in ("problems", "notes"):
-        for text in found.get(kind) or ():
-            yield f"{kind[:-1]}: {text}"
-
-
-def _rows(found: Mapping[str, Any]) -> list[tuple[str, object]]:
-    """Return the rows of ``status`` that say something: nothing of a store not open yet."""
-    from kvstore.render import count, size
-
-    def number(name: str) -> int:
-        return int(found.get(name) or 0)
-
-    rows: list[tuple[str, object]] = [("store", found.get("store"))]
-    if "capacity_bytes" not in found:
-        rows += [("engine", found.get("engine")), ("version", found.get("version"))]
-        scanned = count(number("scanned"), "record")
-        return [*rows, ("phase", f"{found.get('phase')}, {scanned} scanned")]
-    capacity, used = number("capacity_bytes"), number("used_bytes")
-    asked = number("hits") + number("misses")
-    share = f" ({100 * used / capacity:.0f} %)" if capacity else ""
-    ratio = f" ({100 * number('hits') / asked:.1f} % hits)" if asked else ""
-    reads = f"{count(number('hits'), 'hit')}, {count(number('misses'), 'miss', 'misses')}"
-    dirty = f"{count(number('dirty_blocks'), 'block')}, {size(number('dirty_bytes'))}"
-    floor = f"{size(number('free_bytes'))}, at least {size(number('min_free_bytes'))} stay free"
-    rows += [
-        ("engine", f"{found.get('engine')}, io {found.get('io')}"),
-        ("version", found.get("version")),
-        ("blocks", number("blocks")),
-        ("live", size(number("live_bytes"))),
-        ("on disk", f"{size(used)} of {size(capacity)}{share}"),
-        ("disk free", f"{floor} (min_free)"),
-    ]
-    if number("memory_bytes") or number("dirty_blocks"):
-        rows += [("memory", size(number("memory_bytes"))), ("dirty", dirty)]
-    if number("refused_admission"):
-        rows.append(("not admitted", count(number("refused_admission"), "block")))
-    rows += [
-        ("reads", f"{reads}{ratio}"),
-        ("evictions", number("evictions")),
-        ("corrupt", number("corrupt_blocks")),
-    ]
-    if number("blocks") >= TELLING_BLOCKS:
-        rows.append(("index", f"{float(found['index_bytes_per_block']):.1f} B per block"))
-    return rows
 
 
 @click.command(
@@ -364,79 +295,6 @@ def create(call: Call, /, argument: str | None, store: str | None, **flags: str 
         f"{render.size(capacity)}, on {device} mounted at {mount_point}"
     )
     call.output.result(document, [line])
-
-
-@click.command(
-    cls=Command,
-    example="kvstore inspect\nkvstore inspect /mnt/nvme/kv --json",
-    exits={
-        0: "",
-        1: "",
-        2: "",
-        5: "the journal or another file of the store is damaged",
-        10: "",
-        11: "",
-        13: "",
-        15: "",
-        130: "",
-        141: "",
-    },
-)
-@store_option
-@click.pass_obj
-def inspect(call: Call, argument: str | None, store: str | None) -> int:
-    """Show what a store holds, without a daemon; nothing is written."""
-    from kvstore.summary import summarize
-
-    path = call.path("store", _chosen(argument, store))
-    become_owner(path)
-    summary = summarize(path)
-    call.output.result(summary.document(), _summary_lines(summary))
-    return CorruptStore.exit_code if summary.damage else 0
-
-
-def _summary_lines(summary: Summary) -> Iterator[str]:
-    from kvstore import render
-
-    found, used = summary.record, render.size(summary.used_bytes)
-    yield from render.fields(
-        [
-            ("store", summary.store),
-            ("uuid", found.uuid.hex()),
-            ("engine", found.engine),
-            ("created", found.created),
-            ("opened", _openings(summary)),
-            ("blocks", summary.blocks),
-            ("live", render.size(summary.live_bytes)),
-            ("on disk", f"{used} of {render.size(found.capacity_bytes)}"),
-            ("journal", render.size(summary.journal_bytes)),
-            ("quarantine", render.size(summary.quarantine_bytes)),
-        ]
-    )
-    yield from render.table(
-        ["namespace", "blocks", "live", "key bytes", "record"],
-        [
-            (
-                share.id,
-                share.blocks,
-                render.size(share.live_bytes),
-                share.key_length or "any",
-                render.compact(share.record),
-            )
-            for share in summary.namespaces
-        ],
-    )
-    for text in summary.damage:
-        yield f"damage: {text}"
-
-
-def _openings(summary: Summary) -> str:
-    from kvstore import render
-
-    if not summary.record.opens:
-        return "never"
-    ending = "stopped cleanly" if summary.clean else "not stopped cleanly"
-    return f"{render.count(summary.record.opens, 'time')}, {ending}"
 
 
 def _chosen(argument: str | None, option: str | None) -> str | None:

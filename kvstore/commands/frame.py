@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from kvstore.client import Client
 
+PARTLY = 3
 INTERRUPTED = 130
 READER_GONE = 141
 """What a shell reports of a program that SIGPIPE ended, as it ends ``ls`` in ``ls | head``."""
@@ -241,10 +242,10 @@ def namespace_options(function: Callable[..., Any]) -> Callable[..., Any]:
     )(function)
     return click.option(
         "--namespace",
-        metavar="NAME|@FILE",
+        metavar="NAME|@FILE|ID",
         default="default",
         show_default=True,
-        help="Name of the namespace, or @FILE with its record as JSON.",
+        help="Its name, @FILE with its record as JSON, or (administrators) its id.",
     )(function)
 
 

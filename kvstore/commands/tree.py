@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
 import sys
 from typing import TYPE_CHECKING
 
 import click
 
+from kvstore.commands.about import completion, config, engines, version
 from kvstore.commands.blocks import contains, delete, get, list_blocks, put
-from kvstore.commands.daemon import create, inspect, serve, status
+from kvstore.commands.daemon import create, serve
 from kvstore.commands.frame import INTERRUPTED, READER_GONE, Call, Group, ReaderGone
+from kvstore.commands.leave import evict
+from kvstore.commands.look import inspect
 from kvstore.commands.measure import bench
+from kvstore.commands.pins import flush, pin, pins, unpin
+from kvstore.commands.warming import warm
+from kvstore.commands.watch import status, top
 from kvstore.errors import KVStoreError
 
 if TYPE_CHECKING:
@@ -31,7 +36,13 @@ def kvstore() -> None:
     """Keep the KV-cache blocks of LLM inference on local disk."""
 
 
-for _command in (serve, create, status, put, get, contains, list_blocks, delete, inspect, bench):
+COMMANDS = (
+    *(serve, create, status, top),
+    *(put, get, contains, list_blocks, delete, inspect),
+    *(evict, warm, pin, unpin, pins, flush),
+    *(bench, engines, config, completion, version),
+)
+for _command in COMMANDS:
     kvstore.add_command(_command)
 
 
@@ -68,6 +79,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _tell_usage(call: Call, error: click.ClickException) -> int:
+    import difflib
+
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         error.show()
         return error.exit_code
