@@ -1,5 +1,6 @@
 # make venv   .venv/bin/kvstore, ready to use       make run     measure, kill, restart (5 min)
 # make test   every check and every test            make clean   remove what was built
+# make docs   docs/cli.md and docs/json.md, from the commands
 # make fuzz   clients that misbehave (FRAMES=1000000 SEED=)
 # make soak   mixed load with faults (SECONDS=3600 SEED=)
 # make promises   those of the data plane, with a hundred clients
@@ -8,7 +9,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := venv
-.PHONY: venv lint test fuzz soak promises run clean
+.PHONY: venv lint test docs fuzz soak promises run clean
 
 # Settings of the caller's Python must not leak into .venv, nor our own settings into the tests.
 unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
@@ -52,6 +53,9 @@ lint: venv
 
 test: lint
 	$(RUN) pytest
+
+docs: venv
+	$(RUN) kvstore.commands.reference
 
 # Both print the seed that they choose; SEED=... repeats one.
 FRAMES ?= 1000000

@@ -85,7 +85,7 @@ def config() -> None:
 )
 @click.pass_obj
 def check(call: Call) -> int:
-    """Judge all settings as serve would: flags, environment, file, defaults. Names each problem."""
+    """Judge all settings as serve would, and name each problem."""
     from kvstore import config as settings
 
     found = settings.problems(call.flags())
@@ -145,7 +145,7 @@ SAMPLES = {
 )
 @click.pass_obj
 def example(call: Call) -> None:
-    """Print a configuration file in which every setting is explained and set to its default."""
+    """Print a configuration file with every setting explained."""
     from kvstore import config as settings
 
     text = "\n".join(_example(settings.load({"config": "/dev/null"}, {})))
@@ -195,7 +195,7 @@ def _toml(value: object) -> str:
 @click.argument("shell", metavar="|".join(SHELLS), type=click.Choice(SHELLS))
 @click.pass_obj
 def completion(call: Call, shell: str) -> None:
-    """Print the script by which a shell completes commands and options."""
+    """Print the script by which a shell completes commands."""
     from click.shell_completion import get_completion_class
 
     kind = get_completion_class(shell)
@@ -208,7 +208,7 @@ def completion(call: Call, shell: str) -> None:
 @click.command(cls=Command, example="kvstore version\nkvstore version --json", exits=OFFLINE)
 @click.pass_obj
 def version(call: Call) -> None:
-    """Show the version of this program, of the protocol and of the store's format."""
+    """Show the version of program, protocol and store format."""
     from kvstore import layout, protocol
 
     python = ".".join(map(str, sys.version_info[:3]))

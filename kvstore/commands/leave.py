@@ -51,8 +51,9 @@ def evict(
     dry_run: bool,
     yes: bool,
 ) -> int:
-    """Make blocks leave the store: those unused longest first, and the ends of chains before what
-    they follow, so that no block is left without its parent.
+    """Make blocks leave the store, those unused longest first.
+
+    The ends of chains go before what they follow, so that no block is left without its parent.
 
     Options add up: --namespace llama --older-than 7d is what fulfils both. --to-size counts what du
     does. --chain goes from KEY towards the start and stops before the first block that another

@@ -74,9 +74,9 @@ def inspect(
     namespace: str | None,
     shard: int | None,
 ) -> int:
-    """Show what a store holds; or one block, with the envelope of its record read and judged.
+    """Show what a store holds, or one block.
 
-    KEY may be abbreviated to its first 8 hex digits or more; a STORE whose name is hexadecimal is
+    Of a block the record is read and judged, and its envelope decoded. KEY may be abbreviated to its first 8 hex digits or more; a STORE whose name is hexadecimal is
     written ./cafe. A daemon is asked for blocks and namespaces if one answers and no STORE is
     named; else the store is read from disk, for which a read-only mount will do. Nothing is
     written.

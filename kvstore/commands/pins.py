@@ -150,7 +150,10 @@ def unpin(
 @click.option("--namespace", metavar="NAME|@FILE|ID", help="Only in this namespace.")
 @click.pass_obj
 def pins(call: Call, namespace: str | None) -> None:
-    """List pinned blocks, one a line: NAMESPACE-ID SHARD KEY, and the time that is left."""
+    """List pinned blocks.
+
+    One a line: NAMESPACE-ID SHARD KEY, and the time that is left.
+    """
     from kvstore import render
 
     space = None if namespace is None else read_namespace(namespace)

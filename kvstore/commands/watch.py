@@ -167,8 +167,9 @@ COLUMNS = (
 @click.option("--count", type=click.IntRange(min=1), help="So many lines; without it until Ctrl-C.")
 @click.pass_obj
 def top(call: Call, interval: str, count: int | None) -> int:
-    """Show what the daemon does, a line for each interval; the first line tells of all since start.
+    """Show what the daemon does, line by line.
 
+    The first line tells of all since the start, the others of one interval each.
     get and put are blocks, MB are 1,000,000 bytes, p50 and p99 the time that half and 99 % of the
     requests took at most, as the daemon saw them.
     """

@@ -1,0 +1,110 @@
+"""docs/cli.md and docs/json.md, made from the commands: ``python -m kvstore.commands.reference``.
+
+``make docs`` writes them; a test compares what is there with what would be written.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvstore.commands import documents
+from kvstore.commands.frame import Help
+from kvstore.commands.tree import kvstore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+WIDTH = 78
+"""Of help that goes to no terminal."""
+DOCS = Path(__file__).parents[2] / "docs"
+
+CLI_HEAD = """\
+# The command line
+
+The help of every command, as `kvstore COMMAND --help` prints it. Made by `make docs`.
+
+Exit codes are the same everywhere; each command lists those that it may end with. A script should
+take a code that it does not know for a failure."""
+
+JSON_HEAD = """\
+# What --json prints
+
+One JSON document on stdout; for `top` and `status --watch` one a line, each with `type`, the last
+of type `summary`. Sizes are integers of bytes, times numbers of seconds, ids and keys lower-case
+hex. Fields are only ever added, never renamed or given another kind. Made by `make docs` from
+`kvstore/commands/documents.py`; a test compares what the commands print. `kvstore bench` prints its
+measurements, whose fields are no promise.
+
+A command that fails prints one line on stderr; stdout then has nothing, or what had been done."""
+
+
+def commands(words: tuple[str, ...], command: Help) -> Iterator[tuple[tuple[str, ...], Help]]:
+    """Yield a command and all below it, with the words that call them."""
+    yield words, command
+    if isinstance(command, click.Group):
+        for name, below in sorted(command.commands.items()):
+            assert isinstance(below, Help)
+            yield from commands((*words, name), below)
+
+
+def cli_page() -> str:
+    """Return docs/cli.md."""
+    parts = [CLI_HEAD]
+    for words, command in commands(("kvstore",), kvstore):
+        parts += [f"## {' '.join(words)}", f"```text\n{help_of(words, command)}\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def help_of(words: tuple[str, ...], command: Help) -> str:
+    """Return the help as the command prints it."""
+    context: click.Context | None = None
+    for number, word in enumerate(words):
+        named = command if number == len(words) - 1 else kvstore
+        context = click.Context(
+            named, context, word, terminal_width=WIDTH, max_content_width=WIDTH, color=False
+        )
+    assert context is not None
+    context.help_option_names = ["-h", "--help"]
+    return command.get_help(context).rstrip()
+
+
+def json_page() -> str:
+    """Return docs/json.md."""
+    parts = [JSON_HEAD, *_section("An error", documents.ERROR)]
+    for name, fields in documents.DOCUMENTS.items():
+        parts += _section(f"kvstore {name}", fields)
+        if name == "status":
+            text = "While the store is being opened there are fewer fields:"
+            parts += [text, _table(documents.RECOVERING)]
+    for name, kinds in documents.LINES.items():
+        parts.append(f"## kvstore {name}")
+        for fields in kinds:
+            parts += [f"A line of type `{fields['type'][1]}`:", _table(fields)]
+    parts.append("## Shapes")
+    for name, fields in documents.SHAPES.items():
+        parts += [f"### {name}", _table(fields)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _section(title: str, fields: documents.Fields) -> list[str]:
+    return [f"## {title}", _table(fields)]
+
+
+def _table(fields: documents.Fields) -> str:
+    rows = [f"| `{name}` | {kind} | {text} |" for name, (kind, text) in fields.items()]
+    return "\n".join(["| field | kind | meaning |", "|---|---|---|", *rows])
+
+
+PAGES = {"cli.md": cli_page, "json.md": json_page}
+
+
+def write() -> None:
+    for name, page in PAGES.items():
+        (DOCS / name).write_text(page())
+
+
+if __name__ == "__main__":
+    write()
