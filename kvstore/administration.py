@@ -408,7 +408,8 @@ async def warm(request: Request, asked: Asked) -> Document:
     if not core.tier.capacity:
         raise KVStoreError("the daemon keeps no blocks in memory", "start it with --memory SIZE")
     namespace, shard = _namespace(store, asked), _number(asked, "shard") or 0
-    keys, most = _keys(asked), _number(asked, "bytes") or WARM_BYTES
+    keys = _keys(asked)
+    most = min(_number(asked, "bytes") or WARM_BYTES, core.tier.capacity)
     if namespace is None:
         namespace = request.server.default_namespace(store)
     rows = core.index.find(space_number(namespace.number, shard), keys)

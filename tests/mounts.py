@@ -44,6 +44,19 @@ def mounted(folder: Path, kind: str, options: str = "", image_mib: int = 0) -> I
         subprocess.run(["umount", "-l", str(point)], check=True)
 
 
+@contextlib.contextmanager
+def read_only(folder: Path) -> Iterator[Path]:
+    """Mount a directory a second time, beside itself, so that nothing can be written there."""
+    point = folder.parent / "read-only"
+    point.mkdir()
+    _run("mount", "--bind", str(folder), str(point))
+    try:
+        _run("mount", "-o", "remount,bind,ro", str(point))
+        yield point
+    finally:
+        subprocess.run(["umount", "-l", str(point)], check=True)
+
+
 def shut_down(point: Path) -> None:
     """Make every later write and sync of an ext4 or xfs mount fail, as if its disk were gone."""
     descriptor = os.open(point, os.O_RDONLY)

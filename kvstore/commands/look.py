@@ -76,10 +76,11 @@ def inspect(
 ) -> int:
     """Show what a store holds, or one block.
 
-    Of a block the record is read and judged, and its envelope decoded. KEY may be abbreviated to its first 8 hex digits or more; a STORE whose name is hexadecimal is
-    written ./cafe. A daemon is asked for blocks and namespaces if one answers and no STORE is
-    named; else the store is read from disk, for which a read-only mount will do. Nothing is
-    written.
+    Of a block the record is read and judged, and its envelope decoded. KEY may be abbreviated to
+    its first 8 hex digits or more; a STORE whose name is hexadecimal is written ./cafe.
+
+    A daemon is asked if one answers and no STORE is named. Else the store is read from disk, for
+    which a read-only mount will do. Nothing is written.
     """
     path, key = _told_apart(words, store)
     if tree and key is None:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 WARM_KEYS = 512
 """Keys in a request: far below what one may have (128 KiB), and quickly done."""
+FULL_SHARE = 0.9
+"""When so much of the memory is taken by what was warmed, the rest would drive out the first: slots
+of several sizes never fill it to the last byte."""
 RATE_SECONDS = 0.25
 """With --rate, what is asked for at a time takes about so long."""
 
@@ -149,7 +152,7 @@ class Warming:
             for name in self.counts:
                 self.counts[name] += answer[name]
             self.bytes += answer["bytes"]
-            self.full = self.bytes >= answer["memory_capacity_bytes"]
+            self.full = self.bytes >= FULL_SHARE * answer["memory_capacity_bytes"]
             self._progress.add(answer["done"])
             keys = keys[answer["done"] :]
             self._keep_to_rate()
