@@ -145,19 +145,19 @@ class Output:
         A list of a million blocks is never in memory as a whole. ``rest`` are further fields; they
         are read when all items have been written.
         """
-        number = 0
-        if self.json:
-            _write(f'{{"{name}": [')
+        number, head = 0, f'{{"{name}": ['
         for document, line in items:
             if self.json:
+                # Not before the first item: what fails at once leaves stdout empty.
                 text = json.dumps(document, default=plain, ensure_ascii=False)
-                _write((",\n" if number else "\n") + text)
+                _write((",\n" if number else f"{head}\n") + text)
             else:
                 _write(line + "\n")
             number += 1
         if self.json:
             more = json.dumps(rest or {}, default=plain, ensure_ascii=False)
-            _write(f'\n], "count": {number}{", " if rest else ""}{more[1:]}\n')
+            begun = "" if number else head
+            _write(f'{begun}\n], "count": {number}{", " if rest else ""}{more[1:]}\n')
         return number
 
     def note(self, text: str) -> None:

@@ -311,7 +311,7 @@ def test_gets_go_on_while_much_is_warmed(tmp_path: Path) -> None:
             client.flush()
             daemon.stop()
             daemon.start()
-            command = [COMMAND, "--socket", daemon.socket, "warm", "--recent", "1GiB"]
+            command = [str(COMMAND), "--socket", str(daemon.socket), "warm", "--recent", "1GiB"]
             times = []
             with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
                 while process.poll() is None:
@@ -396,11 +396,11 @@ def test_inspect_tells_the_same_of_a_block_with_and_without_the_daemon(daemon: D
     assert (again.code, again.json()) == (0, same)
     assert run_command("inspect", "aabbccdd", "--store", daemon.store).code == 2
     # Nobody listens any more: the store of the settings is read.
-    told = run_command(
+    read = run_command(
         "--socket", daemon.socket, "inspect", "aabbccee", env={"KVSTORE_STORE": str(daemon.store)}
     )
-    assert told.code == 0
-    assert (daemon.store / "blocks" / re.search(r"path +(\S+)", told.text)[1]).is_file()  # type: ignore[index]
+    assert read.code == 0
+    assert (daemon.store / "blocks" / re.search(r"path +(\S+)", read.text)[1]).is_file()  # type: ignore[index]
 
 
 def test_inspect_tree_shows_the_chain(daemon: Daemon) -> None:
