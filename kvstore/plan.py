@@ -1,9 +1,9 @@
 """Questions about all rows at once: what an eviction would take, what was used last, families.
 
 They take up to a second for a million rows, so nobody answers them on the owner's thread. It copies
-what they need (:func:`snapshot`, 15 ms for a million), a worker answers, and what is then done is
+what they need, a few rows at a time (:func:`snapshot`), a worker answers, and what is then done is
 done batch by batch, each looked at again (:func:`still`): a block that was used, pinned or followed
-by another one meanwhile stays.
+by another one since stays.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from kvstore import record
 from kvstore.chains import Positions, positions_of, smallest_closed, spread_down, stuck_among
-from kvstore.columns import DISK, GHOST, HIDDEN, NONE, U32, U64, Bools
+from kvstore.columns import DISK, GHOST, HIDDEN, U32, U64, Bools
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from kvstore.holds import Bytes
     from kvstore.index import Index
 
+SLICE_ROWS = 16_384
+"""Rows copied at a time: a few milliseconds of the owner's thread."""
 BATCH_BLOCKS = 1024
 BATCH_BYTES = 256 << 20
 
 
 class Snapshot(NamedTuple):
-    """Rows as they were at one moment, as columns of equal length, by ascending row id."""
+    """Rows as they were when they were copied, as columns of equal length, by ascending row id."""
 
     rows: U32
     parents: U32
@@ -49,21 +51,19 @@ class Snapshot(NamedTuple):
         where = np.full(int(self.rows.max(initial=0)) + 1, -1, np.int64)
         where[self.rows] = np.arange(len(self.rows))
         up = np.full(len(self.rows), -1, np.int64)
-        linked = self.parents != NONE
+        linked = self.parents < len(where)  # NONE is not; nor is what came since
         up[linked] = where[self.parents[linked]]
         return up
-
-    def position(self, row: int) -> int:
-        return int(np.searchsorted(self.rows, row))
 
     def weights(self) -> Bytes:
         """Return the bytes that each record takes, 0 where there is none."""
         return np.where(self.there, record.image_bytes_of(self.sizes), 0)
 
 
-def snapshot(index: Index, now: float) -> Snapshot:
-    """Copy what the questions of this module need; ``now`` in seconds."""
-    rows = index.rows_of(None)
+def snapshot(index: Index, now: float, start: int = 0, stop: int | None = None) -> Snapshot:
+    """Copy what the questions of this module need of rows with ids in [start, stop), or of all;
+    ``now`` in seconds."""
+    rows = index.rows_between(start, index.row_limit if stop is None else stop)
     rows = rows[(index.flags[rows] & HIDDEN) == 0]
     flags = index.flags[rows]
     return Snapshot(
@@ -79,6 +79,11 @@ def snapshot(index: Index, now: float) -> Snapshot:
         free=index.evictable(rows, now),
         pinned=np.isin(rows, np.array([r for r, t in index.pins.items() if t > now], np.uint32)),
     )
+
+
+def joined(parts: list[Snapshot]) -> Snapshot:
+    """Return snapshots of rows that follow each other as one."""
+    return Snapshot(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
