@@ -18,13 +18,10 @@ from kvstore.asked import (
     amount,
     find_block,
     named_space,
-    row_of,
     send_part,
     snapshot,
 )
-from kvstore.errors import (
-    UsageError,
-)
+from kvstore.errors import UsageError
 from kvstore.index import DIRTY, DISK, MEM, NONE
 from kvstore.moving import evict, warm
 
@@ -108,7 +105,7 @@ def _shares(found: Snapshot, count: int) -> list[tuple[int, int]]:
 async def inspect(request: Request, asked: Asked) -> Document:
     """One block, with the envelope of its record."""
     store = await request.store()
-    row = await row_of(request, store, asked)
+    row = (await find_block(store, asked)).row
     core, index, one = store.core, store.core.index, np.array([row], np.uint32)
     ((_, (namespace, shard, key)),) = store.names(one)
     parent, flags, length = int(index.parents[row]), int(index.flags[row]), int(index.sizes[row])
@@ -150,7 +147,7 @@ def _block(store: Store, row: int) -> Blocks:
 async def tree(request: Request, asked: Asked) -> Document:
     """The chain of a block: its ancestors, itself, its descendants."""
     store = await request.store()
-    block, limit = await find_block(request, store, asked), amount(asked, "limit") or MAX_TREE
+    block, limit = await find_block(store, asked), amount(asked, "limit") or MAX_TREE
     found = await snapshot(store)
     start = block.position(found)
     namespace, shard, _ = store.names(found.rows[start : start + 1])[0][1]

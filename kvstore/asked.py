@@ -13,6 +13,7 @@ from kvstore.keys import check_shard
 from kvstore.protocol import Flag
 
 if TYPE_CHECKING:
+    from kvstore.backends.base import U32
     from kvstore.namespaces import Namespace
     from kvstore.plan import Snapshot
     from kvstore.store import Store
@@ -62,26 +63,6 @@ def _key(asked: Asked) -> str:
     return lookup.check_digits(key)
 
 
-async def row_of(request: Request, store: Store, asked: Asked) -> int:
-    """Return the row of the block that ``key``, or an abbreviation, ``namespace`` and ``shard``
-    name. Raises NotFound, UsageError."""
-    index, digits = store.core.index, _key(asked)
-    namespace, shard = named_space(store, asked), named_shard(asked)
-    found: list[tuple[int, tuple[str, int, str]]] = []
-    for start in range(0, index.row_limit, LOOK_ROWS):
-        rows = index.rows_between(start, start + LOOK_ROWS)
-        rows = rows[index.readable(rows)]
-        if namespace is not None:
-            rows = rows[index.spaces[rows] >> 16 == namespace.number]
-        if shard is not None:
-            rows = rows[index.spaces[rows] & 0xFFFF == shard]
-        known = index.describe(rows)
-        rows = rows[lookup.matching(known.keys, known.key_lengths, digits)]
-        found += store.names(rows[: 2 * lookup.MOST_NAMED])
-        await asyncio.sleep(0)
-    return found[lookup.only([name for _, name in found], digits)][0]
-
-
 async def snapshot(store: Store) -> Snapshot:
     """Copy the rows, a few at a time: others have the event loop in between."""
     index, now = store.core.index, store.core.clock.seconds()
@@ -98,6 +79,16 @@ class Found(NamedTuple):
     row: int
     generation: int
 
+    @classmethod
+    def at(cls, store: Store, row: int) -> Found:
+        return cls(row, int(store.core.index.generations[row]))
+
+    def check(self, store: Store) -> None:
+        """Raises NotFound if the row is another block's by now."""
+        row, generation = np.array([self.row], np.uint32), np.array([self.generation], np.uint64)
+        if not store.core.index.holds(row, generation)[0]:
+            raise NotFound("the block has left just now", "ask again")
+
     def position(self, found: Snapshot) -> int:
         """Return where it is in a snapshot made since. Raises NotFound if it has gone."""
         at = int(np.searchsorted(found.rows, self.row))
@@ -107,6 +98,31 @@ class Found(NamedTuple):
         return at
 
 
-async def find_block(request: Request, store: Store, asked: Asked) -> Found:
-    row = await row_of(request, store, asked)
-    return Found(row, int(store.core.index.generations[row]))
+async def find_block(store: Store, asked: Asked) -> Found:
+    """Return the block that ``key``, or an abbreviation of it, ``namespace`` and ``shard`` name.
+
+    Raises NotFound, UsageError if several may be meant.
+    """
+    index, digits = store.core.index, _key(asked)
+    namespace, shard = named_space(store, asked), named_shard(asked)
+    found: list[tuple[Found, tuple[str, int, str]]] = []
+    for start in range(0, index.row_limit, LOOK_ROWS):
+        rows = index.rows_between(start, start + LOOK_ROWS)
+        rows = rows[index.readable(rows)]
+        if namespace is not None:
+            rows = rows[index.spaces[rows] >> 16 == namespace.number]
+        if shard is not None:
+            rows = rows[index.spaces[rows] & 0xFFFF == shard]
+        rows = _beginning(store, rows, digits)[: 2 * lookup.MOST_NAMED]
+        found += [(Found.at(store, row), name) for row, name in store.names(rows)]
+        await asyncio.sleep(0)
+    chosen = found[lookup.only([name for _, name in found], digits)][0]
+    chosen.check(store)
+    return chosen
+
+
+def _beginning(store: Store, rows: U32, digits: str) -> U32:
+    """Return the rows whose keys begin with these digits, the shortest keys first."""
+    known = store.core.index.describe(rows)
+    hits = np.flatnonzero(lookup.matching(known.keys, known.key_lengths, digits))
+    return rows[hits[np.argsort(known.key_lengths[hits], kind="stable")]]

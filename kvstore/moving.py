@@ -61,7 +61,7 @@ async def evict(request: Request, asked: Asked) -> Document:
         # What waits to be written could not go; and its late errors are for others to hear.
         await server.flush(store, lambda _: False)
     await _measure(request, store)
-    block = await find_block(request, store, asked) if _names_block(asked) else None
+    block = await find_block(store, asked) if _names_block(asked) else None
     wanted, goal = _wanted(store, asked, block)
     found = await snapshot(store)
     if block is not None:
