@@ -432,9 +432,8 @@ class Index(RowView):
         pending = (flags == WRITING) & (self._columns.children[rows] > 0)
         rows = rows[((flags & (DISK | GHOST)) != 0) | pending]
         found = self.describe(rows)
-        return dataclasses.replace(
-            found, ghost=found.ghost | (self._columns.flags[rows] == WRITING)
-        )
+        ghost = found.ghost | (self._columns.flags[rows] == WRITING)
+        return dataclasses.replace(found, ghost=ghost)
 
     def load(self, loaded: Rows) -> U32:
         """Fill an empty index with rows by their ids, about 1 s for a million.
@@ -484,10 +483,8 @@ class Index(RowView):
         suspects = np.union1d(order[1:][equal], order[:-1][equal])
         best: dict[bytes, int] = {}
         pairs: list[tuple[int, int]] = []
-        ranked = sorted(
-            suspects.tolist(), key=lambda at: (loaded.ghost[at], -int(loaded.generations[at]))
-        )
-        for at in ranked:
+        newest = np.lexsort((~loaded.generations[suspects], loaded.ghost[suspects]))
+        for at in suspects[newest].tolist():
             winner = best.setdefault(identities[at].tobytes(), int(loaded.rows[at]))
             if winner != loaded.rows[at]:
                 pairs.append((int(loaded.rows[at]), winner))
