@@ -83,7 +83,7 @@ async def namespaces(request: Request, _: Asked) -> Document:
         share: Document = {
             "id": namespace.id.hex(),
             "record": namespace.record,
-            "key_length": store.core.key_lengths.get(namespace.number, namespace.key_length),
+            "key_length": store.core.key_lengths.get(namespace.number) if blocks else None,
             "blocks": blocks,
             "live_bytes": live,
         }

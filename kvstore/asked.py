@@ -48,7 +48,9 @@ def named_space(store: Store, asked: Asked) -> Namespace | None:
     for namespace in store.core.namespaces.all():
         if namespace.id.hex() == identity:
             return namespace
-    raise UnknownNamespace(f"namespace {str(identity)[:40]} does not exist", "see list")
+    raise UnknownNamespace(
+        f"namespace {str(identity)[:40]} does not exist", "see kvstore inspect --namespaces"
+    )
 
 
 def named_shard(asked: Asked) -> int | None:

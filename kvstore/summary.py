@@ -139,7 +139,7 @@ def _shares(namespaces: Namespaces, live: Records) -> tuple[NamespaceShare, ...]
             NamespaceShare(
                 id=identity.hex(),
                 record=space.record if space else None,
-                key_length=space.key_length if space else None,
+                key_length=int(part["key_length"][0]) if len(part) else None,
                 blocks=len(part),
                 live_bytes=_live_bytes(part),
             )

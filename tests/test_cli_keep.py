@@ -68,10 +68,10 @@ def test_evict_to_size_does_what_the_dry_run_prints(daemon: Daemon, share: float
     used, live = int(str(status["used_bytes"])), int(str(status["live_bytes"]))
     size = used - int(live * share)
     before = listed(daemon)
-    dry = daemon.run("evict", "--to-size", str(size), "-n")
+    dry = daemon.run("evict", "--to-size", f"{size}B", "-n")
     assert dry.code == 0, dry.stderr
     assert listed(daemon) == before
-    ran = daemon.run("evict", "--to-size", str(size), "--json")
+    ran = daemon.run("evict", "--to-size", f"{size}B", "--json")
     assert ran.code == 0, ran.stderr
     gone = before - listed(daemon)
     assert gone == set(dry.text.splitlines())
@@ -139,6 +139,38 @@ def test_evict_writes_first_what_waits(daemon: Daemon) -> None:
         client.put_many([key(n) for n in range(20)], [block(n, SIZE) for n in range(20)])
     assert daemon.run("evict", "--all", "-y", "--json").json()["count"] == 20
     assert listed(daemon) == set()
+
+
+def test_evict_says_why_a_size_was_not_reached(daemon: Daemon) -> None:
+    chain(daemon, range(3))
+    daemon.run("pin", key(1).hex())
+    ran = daemon.run("evict", "--to-size", "1B")
+    assert ran.code == 3
+    assert "2 blocks stay" in ran.text
+    assert "; the store still takes " in ran.text
+    daemon.run("unpin", key(1).hex())
+    ran = daemon.run("evict", "--to-size", "1B")
+    assert ran.code == 3
+    assert re.search(r"evicted 2 blocks.*; the store still takes .* for its own files\n", ran.text)
+
+
+def test_evict_wants_units(daemon: Daemon) -> None:
+    """``--to-size 300`` of somebody who thinks of GiB must not empty the store."""
+    chain(daemon, range(3))
+    for option, hint in (("--to-size", "300GiB"), ("--older-than", "300d")):
+        for number in ("300", " 300 ", "300.0"):
+            ran = daemon.run("evict", option, number)
+            assert (ran.code, ran.text) == (2, "")
+            assert "no unit" in ran.stderr
+        assert f"Write for example {hint}." in daemon.run("evict", option, "300").stderr
+    assert len(listed(daemon)) == 3
+
+
+@pytest.mark.parametrize("command", ["evict", "warm", "pins", "list"])
+def test_an_unknown_namespace_is_named_as_it_was_written(daemon: Daemon, command: str) -> None:
+    ran = daemon.run(command, "--namespace", "llama")
+    assert ran.code == 4
+    assert "namespace 'llama' " in ran.stderr
 
 
 def test_evict_all_asks(daemon: Daemon) -> None:
@@ -468,6 +500,27 @@ def test_a_namespace_can_be_given_by_its_id(daemon: Daemon) -> None:
     (mine,) = (share for share in shares if share["id"] == identity)
     expected = {"record": {"name": "llama"}, "key_length": 2, "blocks": 1, "live_bytes": 8192}
     assert mine == {"id": identity, **expected}
+
+
+def test_keys_of_an_empty_namespace_may_have_any_length(daemon: Daemon) -> None:
+    """With the daemon and without, whatever its first keys were."""
+    daemon.run("put", "00ff", "-i", "-", "--wait", stdin=b"x")
+    for place, length in (([], 2), ([], None), ([], None), ([str(daemon.store)], None)):
+        if place:
+            assert daemon.stop() == 0
+        told = run_command("--socket", daemon.socket, "inspect", *place, "--json").json()
+        (share,) = list(told["namespaces"])  # type: ignore[call-overload]
+        assert (share["key_length"], share["blocks"]) == (length, 0 if length is None else 1)
+        if length is not None:
+            daemon.run("delete", "00ff")
+            assert daemon.stop() == 0
+            daemon.start()
+    daemon.start()
+    assert daemon.run("put", "00ff00", "-i", "-", "--wait", stdin=b"x").code == 0
+    assert daemon.stop() == 0
+    (share,) = list(run_command("inspect", daemon.store, "--json").json()["namespaces"])  # type: ignore[call-overload]
+    assert share["key_length"] == 3
+    daemon.start()
 
 
 # -- the protocol ---------------------------------------------------------------------------------

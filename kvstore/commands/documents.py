@@ -26,7 +26,7 @@ SHAPES: dict[str, Fields] = {
     "namespace": {
         "id": ("hex", "id of the namespace"),
         "record": ("object or null", "its record; null if its file is damaged or gone"),
-        "key_length": ("integer or null", "bytes of its keys; null before the first put"),
+        "key_length": ("integer or null", "bytes of its keys; null while there is no block"),
         "blocks": ("integer", "blocks"),
         "live_bytes": ("integer", "what their records take"),
     },

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from kvstore.commands.frame import INTERRUPTED, PARTLY, Call, Command, online
-from kvstore.commands.names import Name, described, listed, read_namespace, read_size, read_time
+from kvstore.commands.names import (
+    Name,
+    described,
+    listed,
+    read_namespace,
+    read_size,
+    read_time,
+    require,
+)
 from kvstore.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,7 +34,8 @@ if TYPE_CHECKING:
     exits=online(
         e0="all that was asked for is gone",
         e2="wrong usage, or nobody was there to say yes",
-        e3="some blocks stay, pinned, in use or needed by such, or could not be deleted",
+        e3="some blocks stay, pinned, in use or needed by such, or could not be deleted, or the "
+        "store's own files take more than SIZE",
         e4="no such block or namespace",
     ),
 )
@@ -55,10 +65,10 @@ def evict(
 
     The ends of chains go before what they follow, so that no block is left without its parent.
 
-    Options add up: --namespace llama --older-than 7d is what fulfils both. --to-size counts what du
-    does. --chain goes from KEY towards the start and stops before the first block that another
-    chain shares; a KEY that others follow needs --subtree. A KEY may be abbreviated to 8 hex digits
-    and is looked for in the namespace "default", or in --namespace.
+    Options add up: --namespace llama --older-than 7d is what fulfils both. SIZE counts what du
+    does; SIZE and TIME want a unit. --chain goes from KEY towards the start and stops before the
+    first block that another chain shares; a KEY that others follow needs --subtree. A KEY may be
+    abbreviated to 8 hex digits and is looked for in the namespace "default", or in --namespace.
 
     Blocks that are pinned, or in use, stay. -n prints the blocks that would go, a line each as list
     does; with --json both ways of running name them.
@@ -68,6 +78,7 @@ def evict(
     flags = {"chain": bool(chain), "subtree": bool(subtree), "all": everything}
     asked = {"op": "evict", **asked, **{name: True for name, given in flags.items() if given}}
     with call.client() as client:
+        require(client, namespace)
         if everything and not dry_run:
             _confirm(call, client, asked, yes=yes)
         return _evict(call, client, {**asked, "dry_run": dry_run})
@@ -84,13 +95,22 @@ def _evict_request(
     if key is not None:
         namespace, shard = namespace or "default", shard or 0
     found = {
-        "to_size": read_size(to_size, "--to-size"),
-        "older_than": read_time(older_than, "--older-than"),
+        "to_size": read_size(_with_unit(to_size, "--to-size", "GiB"), "--to-size"),
+        "older_than": read_time(_with_unit(older_than, "--older-than", "d"), "--older-than"),
         "key": key,
         "namespace": None if namespace is None else read_namespace(namespace).id,
         "shard": shard,
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _with_unit(text: str | None, option: str, unit: str) -> str | None:
+    """Refuse a bare number: bytes or seconds, where a person thought of more, empty the store."""
+    if text is not None and re.fullmatch(r"\s*\d+(\.\d+)?\s*", text, re.ASCII):
+        raise UsageError(
+            f"{option} is {text!r}: no unit", f"write for example {text.strip()}{unit}"
+        )
+    return text
 
 
 def _check_choice(
@@ -140,12 +160,13 @@ def _evict(call: Call, client: Client, asked: Mapping[str, Any]) -> int:
                     progress.add(len(listed(part, "blocks")), int(cast("int", part["planned"])))
     except KeyboardInterrupt:
         interrupted = True
-    return _tell_evicted(call, names, freed, {} if interrupted else end, dry=asked["dry_run"])
+    return _tell_evicted(call, names, freed, {} if interrupted else end, asked)
 
 
 def _tell_evicted(
-    call: Call, names: list[Name], freed: int, end: Mapping[str, Any], *, dry: bool
+    call: Call, names: list[Name], freed: int, end: Mapping[str, Any], asked: Mapping[str, Any]
 ) -> int:
+    dry = asked["dry_run"]
     rest = {
         "bytes": freed,
         "dry_run": dry,
@@ -154,7 +175,7 @@ def _tell_evicted(
         "used_bytes": end.get("used_bytes"),
         "interrupted": not end,
     }
-    line = _evicted_line(len(names), freed, end, dry=dry)
+    line = _evicted_line(len(names), freed, end, asked)
     if call.output.json or (dry and not call.output.quiet):
         call.output.stream("blocks", map(described, names), rest)
         call.output.note(line)
@@ -166,10 +187,10 @@ def _tell_evicted(
     return 0 if end["reached"] else PARTLY
 
 
-def _evicted_line(count: int, freed: int, end: Mapping[str, Any], *, dry: bool) -> str:
+def _evicted_line(count: int, freed: int, end: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
     from kvstore import render
 
-    verb, blocks = "would evict" if dry else "evicted", render.count(count, "block")
+    verb, blocks = "would evict" if asked["dry_run"] else "evicted", render.count(count, "block")
     text = f"{verb} {blocks}, {render.size(freed)}"
     kept = {name: number for name, number in end.get("kept", {}).items() if number}
     if kept:
@@ -179,4 +200,7 @@ def _evicted_line(count: int, freed: int, end: Mapping[str, Any], *, dry: bool) 
         text += (
             f"; {render.count(end['failed'], 'block')} could not be deleted, see the daemon's log"
         )
+    if end and not end["reached"] and "to_size" in asked:
+        text += f"; the store still takes {render.size(end['used_bytes'])}"
+        text += "" if kept or end["failed"] else " for its own files"
     return text

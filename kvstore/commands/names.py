@@ -86,6 +86,16 @@ def read_namespace(text: str) -> Space:
     return _space(record)
 
 
+def require(client: Client, namespace: str | None) -> None:
+    """Raise UnknownNamespace, by the name that was written, if the daemon does not have it.
+
+    An id is left to the daemon: its blocks may be there without its record.
+    """
+    space = None if namespace is None else read_namespace(namespace)
+    if space is not None and space.record is not None:
+        space.open(client)
+
+
 def _space(record: Mapping[str, object]) -> Space:
     from kvstore import keys
 

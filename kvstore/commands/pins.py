@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from kvstore.commands.frame import PARTLY, Call, Command, namespace_options, online
-from kvstore.commands.names import listed, parse_keys, read_namespace, read_time
+from kvstore.commands.names import listed, parse_keys, read_namespace, read_time, require
 from kvstore.errors import NotFound, StoreFull, UsageError
 
 if TYPE_CHECKING:
@@ -165,6 +165,7 @@ def pins(call: Call, namespace: str | None) -> None:
                 yield one, f"{where} {render.duration(one['seconds'])}"
 
     with call.client() as client:
+        require(client, namespace)
         call.output.stream("pins", described(client))
 
 

@@ -18,6 +18,7 @@ from kvstore.commands.names import (
     read_key,
     read_namespace,
     read_size,
+    require,
 )
 from kvstore.errors import UsageError
 
@@ -78,6 +79,7 @@ def warm(
     space = None if namespace is None else read_namespace(namespace)
     lines = None if source is None else list(read_names(source))
     with call.client() as client:
+        require(client, namespace)
         asked = {"op": "recent", "bytes": size, "namespace": space and space.id}
         names = lines if lines is not None else _recent(client, asked)
         if dry_run:
