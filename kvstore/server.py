@@ -155,7 +155,9 @@ class Server:
             log.info("listening on %s", listener.getsockname())
 
     def _watch_signals(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup: the terminal may go
             self._loop.add_signal_handler(number, self._on_signal, number)
 
     def _on_signal(self, number: int) -> None:
