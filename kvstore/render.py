@@ -189,7 +189,7 @@ class Output:
             line = {"type": "error", "code": code, "error": kind, "message": message, "hint": hint}
             sys.stderr.write(json.dumps(line, default=plain, ensure_ascii=False) + "\n")
             return
-        text = f"{_sentence(message, False)} {_sentence(hint, True)}" if hint else message
+        text = sentences(message, hint)
         sys.stderr.write(f"{self.style('kvstore:', 'red', sys.stderr)} {text}\n")
 
     def trace(self) -> None:
@@ -272,6 +272,11 @@ class Progress:
         if number is None:
             return "unknown"
         return size(number) if self._scale else count(number, self._unit)
+
+
+def sentences(message: str, hint: str) -> str:
+    """Return what went wrong and what to do next, as a person reads it."""
+    return f"{_sentence(message, False)} {_sentence(hint, True)}" if hint else message
 
 
 def _sentence(text: str, first_upper: bool) -> str:

@@ -66,6 +66,9 @@ def test_help_has_an_example_and_the_exit_codes(words: list[str], command: Help)
     codes = {int(line.split()[0]) for line in block.splitlines() if line.strip()[:1].isdigit()}
     assert codes == set(command.exits) <= set(EXIT_STATUS)
     assert {0, 2} <= codes
+    assert 141 in codes or words == ["serve"], "whoever answers may lose the reader"
+    listed = ran.text.partition("\nCommands:\n")[2].partition("\n\n")[0]
+    assert "..." not in listed, "a summary was cut"
 
 
 @pytest.mark.parametrize(("words", "command"), COMMANDS, ids=NAMES)
@@ -397,6 +400,9 @@ def test_a_far_option_is_not_suggested() -> None:
     assert "Did you mean" not in ran.stderr
     assert "Did you mean '--json'?" in run_command("status", "--jsn").stderr
     assert "'status'" in run_command("statis").stderr
+    several = run_command("bench", "tableX").stderr
+    assert several.count("\n") == 1
+    assert "'tableX'. Did you mean one of: 'table1', 'table2', 'table3'? See " in several
     assert "Did you mean" not in run_command("fsck").stderr
 
 
@@ -572,8 +578,11 @@ def test_status_leaves_out_what_says_nothing() -> None:
     few = dict(watch._rows(found))
     assert not {"memory", "dirty", "index"} & set(few)
     assert few["reads"] == "2 hits, 0 misses (100.0 % hits)"
-    busy = {"blocks": 10_000, "index_bytes_per_block": 99.5, "dirty_blocks": 1, "dirty_bytes": 1024}
+    busy: dict[str, float] = {"memory_capacity_bytes": 1 << 30, "memory_bytes": 1 << 20}
+    busy |= {"dirty_blocks": 1, "dirty_bytes": 1024}
+    busy |= {"blocks": 10_000, "index_bytes_per_block": 99.5}
     many = dict(watch._rows({**found, **busy, "min_free_bytes": 10 << 30}))
+    assert many["memory"] == "1 MiB of 1 GiB"
     assert (many["index"], many["dirty"]) == ("99.5 B per block", "1 block, 1 KiB")
     assert many["disk free"] == "1 MiB, at least 10 GiB stay free (min_free)"
 
@@ -642,6 +651,29 @@ def test_sigterm_drains_and_is_0(daemon: Daemon) -> None:
     assert not daemon.socket.exists()
     daemon.start()
     assert daemon.run("get", KEY).stdout == b"kept"
+
+
+def test_a_terminal_that_closes_drains(daemon: Daemon) -> None:
+    daemon.stop()
+    daemon.start("--write", "late")
+    daemon.run("put", KEY, "-i", "-", stdin=b"kept")
+    assert daemon.stop(signal.SIGHUP) == 0
+    daemon.start()
+    assert daemon.run("get", KEY).stdout == b"kept"
+
+
+def test_nohup_keeps_the_daemon(daemon: Daemon) -> None:
+    daemon.stop()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        daemon.start()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    os.kill(daemon.pid, signal.SIGHUP)
+    time.sleep(0.2)
+    assert daemon.status()["state"] == "ready"
+    assert daemon.stop() == 0
+    daemon.start()
 
 
 def test_blocks_survive_a_kill(daemon: Daemon) -> None:

@@ -242,7 +242,7 @@ def test_a_reader_that_leaves_is_141(daemon: Daemon, call: list[str]) -> None:
         (["inspect", "/a", "/b"], "two stores"),
         (["inspect", "aabbccdd", "--shard", "65536"], "--shard"),
         (["completion", "tcsh"], "tcsh"),
-        (["completion"], "Missing argument".lower()),
+        (["completion"], "missing argument 'bash|zsh|fish'. Choose from: bash, zsh, fish"),
         (["config", "nothing"], "nothing"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -360,6 +360,7 @@ def test_the_example_holds_every_setting_with_its_default(tmp_path: Path) -> Non
     environment = {"KVSTORE_CONFIG": str(file)}
     plain = run_command("config", "show", "--json").json()
     assert run_command("config", "show", "--json", env=environment).json() == plain
+    assert "read and written: auto, direct or buffered.\n# io = " in text
     # All of it taken in: sizes, times and words are spelled as they are read.
     lines = [
         line[2:] if line.startswith("# ") and " = " in line else line for line in text.splitlines()
@@ -379,6 +380,9 @@ def test_check_names_each_problem(tmp_path: Path) -> None:
     for name in ("capacity", "workers", "bogus"):
         assert f"setting {name}" in ran.text or f"setting '{name}'" in ran.text
     assert ran.text.count("problem: ") == 3
+    file.write_text('capacty = "1GiB"\n')
+    found = run_command("--config", file, "config", "check").text
+    assert found.endswith(" is unknown. Did you mean 'capacity'?\n")
     assert run_command("--config", "/nowhere.toml", "config", "check").code == 13
     assert run_command("--config", "/nowhere.toml", "config", "show").code == 13
     file.write_text('memory = "100TiB"\n')

@@ -87,6 +87,7 @@ def config() -> None:
 def check(call: Call) -> int:
     """Judge all settings as serve would, and name each problem."""
     from kvstore import config as settings
+    from kvstore import render
 
     found = settings.problems(call.flags())
     if not found:
@@ -97,7 +98,9 @@ def check(call: Call) -> int:
         except ConfigError as error:
             found = [error]
     problems = [{"message": error.message, "hint": error.hint} for error in found]
-    lines = [f"problem: {error}" for error in found] or ["settings are valid"]
+    lines = [f"problem: {render.sentences(error.message, error.hint)}" for error in found] or [
+        "settings are valid"
+    ]
     call.output.result({"valid": not found, "problems": problems}, lines)
     return ConfigError.exit_code if found else 0
 
@@ -110,7 +113,11 @@ def check(call: Call) -> int:
 @click.option("--origin", is_flag=True, help="Tell where each one comes from.")
 @click.pass_obj
 def show(call: Call, origin: bool) -> None:
-    """Show every setting as serve would have it. "null" is left to the store."""
+    """Show every setting as serve would have it.
+
+    What is not set is "none", and null with --json; engine, capacity and min_free then depend on
+    the store and its filesystem.
+    """
     from kvstore import config as settings
     from kvstore import render
 
@@ -157,9 +164,7 @@ def _example(loaded: Loaded) -> Iterator[str]:
 
     yield "# kvstore.toml: every setting, commented out, with its default."
     yield "# Sizes are written 64GiB, times 250ms or 5min. kvstore config check judges this file."
-    helps = {
-        option.name: option.help for option in serve.params if isinstance(option, click.Option)
-    }
+    helps = {one.name: _described(one) for one in serve.params if isinstance(one, click.Option)}
     section = ""
     for name, value, _ in settings.describe(loaded):
         table, _, key = name.rpartition(".")
@@ -170,6 +175,14 @@ def _example(loaded: Loaded) -> Iterator[str]:
         left = name in SAMPLES
         yield f"\n# {text}{' Not set by default.' if left else ''}"
         yield f"# {key or name} = {SAMPLES[name] if left else _toml(value)}"
+
+
+def _described(option: click.Option) -> str:
+    """Return the help of a setting, with the words that it may be."""
+    text, words = option.help or "", (option.metavar or "").split("|")
+    if len(words) == 1:
+        return text
+    return f"{text.rstrip('.')}: {', '.join(words[:-1])} or {words[-1]}."
 
 
 def _toml(value: object) -> str:

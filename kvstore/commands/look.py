@@ -309,7 +309,8 @@ def _block_lines(told: Mapping[str, Any]) -> Iterator[str]:
         shown["written"] = render.utc(shown.pop("written_ns") / 1e9)
         shown["generation"] = f"{shown['generation']:#x}"
         pairs = [
-            (f"  {name}", "" if value is None else str(value)) for name, value in shown.items()
+            (f"  {name}", "none" if value in (None, "") else str(value))
+            for name, value in shown.items()
         ]
         yield from render.fields(pairs)
 

@@ -28,7 +28,7 @@ directory_option = click.option(
 
 @click.group(
     cls=Group,
-    example="kvstore bench demo\nkvstore bench transfer\nkvstore bench index",
+    example="kvstore bench demo\nkvstore bench table2 --model q7b\nkvstore bench transfer",
     exits=(0, 1, 2, 130, 141),
 )
 def bench() -> None:
@@ -70,7 +70,11 @@ def demo(
     keep: bool,
     model: tuple[str, ...],
 ) -> int:
-    """Serve a demo store, put and get blocks, kill it, restart it, get them again, stop."""
+    """Show on a demo store that blocks survive a kill.
+
+    A daemon is started, blocks are put and got, it is killed and started again, the blocks are got
+    again, it is stopped.
+    """
     from kvstore.bench import demo as demonstration
 
     plan = demonstration.Plan(blocks, _block_bytes(block_size), Path(directory), keep, model)
@@ -166,7 +170,10 @@ def _demo_lines(report: Report) -> Iterator[str]:
 def transfer(
     call: Call, rounds: int, blocks: int, block_size: str, no_check: bool, directory: str
 ) -> None:
-    """Time gets and puts of blocks in the daemon's memory, beside copies of the same blocks."""
+    """Time gets and puts of blocks in the daemon's memory.
+
+    Copies of the same blocks are timed beside them.
+    """
     from kvstore.bench import transfer as measured
 
     size = _block_bytes(block_size)
@@ -240,9 +247,9 @@ def _table(call: Call, number: int, plot: str | None, directory: str, **how: Any
 @_table_options
 @click.pass_obj
 def table1(call: Call, /, **how: Any) -> int:  # noqa: ANN401
-    """Time np.memmap, np.save and LevelDB used directly: what kvstore is to be compared with.
+    """Time np.memmap, np.save and LevelDB used directly.
 
-    Engines are memmap, files and leveldb.
+    This is what kvstore is to be compared with. Engines are memmap, files and leveldb.
     """
     return _table(call, 1, **how)
 
@@ -256,10 +263,10 @@ def table1(call: Call, /, **how: Any) -> int:  # noqa: ANN401
 @_store_options
 @click.pass_obj
 def table2(call: Call, /, **how: Any) -> int:  # noqa: ANN401
-    """Time sets and gets through a daemon that keeps blocks in memory, and one that does in files.
+    """Time sets and gets through a daemon: memory, and files.
 
-    Engines are memory, filesystem and what kvstore engines lists; none but memory gets a memory
-    tier here.
+    One daemon keeps blocks in memory, another in files. Engines are memory, filesystem and what
+    kvstore engines lists; none but memory gets a memory tier here.
     """
     return _table(call, 2, **how)
 
@@ -273,7 +280,10 @@ def table2(call: Call, /, **how: Any) -> int:  # noqa: ANN401
 @_store_options
 @click.pass_obj
 def table3(call: Call, /, **how: Any) -> int:  # noqa: ANN401
-    """Time sets and gets through a daemon with memory over files, as kvstore serve has it."""
+    """Time sets and gets through a daemon: memory over files.
+
+    So it is in kvstore serve.
+    """
     return _table(call, 3, **how)
 
 
@@ -305,10 +315,11 @@ def table3(call: Call, /, **how: Any) -> int:  # noqa: ANN401
 @click.option("--seed", type=int, default=20, show_default=True, help="Of keys and load.")
 @click.pass_obj
 def index(call: Call, blocks: int, trials: int, seed: int) -> None:
-    """Time the index beside dict, OrderedDict and LMDB: single operations and a realistic load.
+    """Time the index beside dict, OrderedDict and LMDB.
 
-    A tool for those who change the index; it tells nothing about disks or your model server. It
-    takes about 90 s with the defaults, in proportion to --blocks and --trials.
+    Single operations and a realistic load are timed. A tool for those who change the index; it
+    tells nothing about disks or your model server. It takes about 90 s with the defaults, in
+    proportion to --blocks and --trials.
     """
     from kvstore.bench import index as measured
 
@@ -324,6 +335,7 @@ def index(call: Call, blocks: int, trials: int, seed: int) -> None:
         1: "a count was wrong",
         2: "",
         130: "",
+        141: "",
     },
 )
 @click.option(
@@ -343,7 +355,10 @@ def index(call: Call, blocks: int, trials: int, seed: int) -> None:
 @click.option("--seed", type=int, default=20, show_default=True, help="Of the ids.")
 @click.pass_obj
 def slots(call: Call, slots: int, trials: int, seed: int) -> None:
-    """Time reference counts in one array beside dicts: one id, and batches of 10,000."""
+    """Time reference counts in one array beside dicts.
+
+    One id is timed, and batches of 10,000.
+    """
     from kvstore.bench import slots as measured
 
     result = measured.run(slots, trials, seed)

@@ -88,7 +88,9 @@ def _tell_usage(call: Call, error: click.ClickException) -> int:
     if near:
         word = getattr(error, "option_name", None) or getattr(error, "command_name", "")
         near[:] = difflib.get_close_matches(word, near, cutoff=SIMILAR)
-    message = error.format_message().strip().rstrip(".")
+    # click lists choices one a line, and several similar words in brackets.
+    message = " ".join(error.format_message().split()).rstrip(".")
+    message = message.replace("(Did you mean", "Did you mean").replace("?)", "?")
     context = getattr(error, "ctx", None)
     path = context.command_path if context else "kvstore"
     message = message[:1].lower() + message[1:]

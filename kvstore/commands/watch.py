@@ -122,7 +122,8 @@ def _rows(found: Mapping[str, Any]) -> list[tuple[str, object]]:
         ("disk free", f"{floor} (min_free)"),
     ]
     if number("memory_bytes") or number("dirty_blocks"):
-        rows += [("memory", size(number("memory_bytes"))), ("dirty", dirty)]
+        memory = f"{size(number('memory_bytes'))} of {size(number('memory_capacity_bytes'))}"
+        rows += [("memory", memory), ("dirty", dirty)]
     if number("refused_admission"):
         rows.append(("not admitted", count(number("refused_admission"), "block")))
     if number("pinned_blocks"):
