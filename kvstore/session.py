@@ -152,7 +152,7 @@ class Session:
         if isinstance(error, PermissionError):
             return errors.PermissionDenied(
                 f"no permission to connect to {self._name}",
-                "run as the daemon's user, or use --socket with another path",
+                "run as the daemon's user or a member of its socket_group, or use another --socket",
             )
         reason = error.strerror or str(error)
         return errors.DaemonUnavailable(

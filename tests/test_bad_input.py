@@ -301,7 +301,7 @@ ROWS = [
     Row("no permission, offline", nobody_asks, "inspect {other}",
         1, "PermissionDenied", ("{other}/STORE.json",), "run as the store's owner"),
     Row("no permission for the socket", become_nobody, f"{PUT} ddddddd1",
-        1, "PermissionDenied", ("{socket}",), "run as the daemon's user"),
+        1, "PermissionDenied", ("{socket}",), "or a member of its socket_group"),
     Row("an immutable store", immutable_store, f"{SERVE} {{other}}",
         1, "PermissionDenied", ("{other}/lock",), "run as the store's owner"),
     Row("a read-only filesystem", read_only_mount, f"{SERVE} {{other}}",
