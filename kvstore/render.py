@@ -7,7 +7,6 @@ JSON line on stderr; sizes are then integers of bytes and durations numbers of s
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import sys
@@ -16,7 +15,6 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, NoReturn, TextIO
 
 from kvstore.errors import UsageError
@@ -95,8 +93,8 @@ def plain(value: object) -> object:
     """Return what JSON knows for a value that it does not: numpy numbers, bytes, paths."""
     if isinstance(value, (bytes, bytearray)):
         return value.hex()
-    if isinstance(value, Path):
-        return str(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     for convert in ("tolist", "_asdict"):
         if hasattr(value, convert):
             return getattr(value, convert)()
@@ -322,12 +320,14 @@ def write_bytes(data: bytes | memoryview, target: str) -> None:
             stdout.buffer.flush()
         return
     with naming(target):
-        _write_file(data, Path(target))
+        _write_file(data, target)
 
 
-def _write_file(data: bytes | memoryview, path: Path) -> None:
-    import shutil  # takes a while, and few commands write a file
+def _write_file(data: bytes | memoryview, target: str) -> None:
+    import shutil  # both take a while, and few commands write a file
+    from pathlib import Path
 
+    path = Path(target)
     if path.exists() and not path.is_file():
         path.write_bytes(data)
         return
@@ -355,47 +355,3 @@ def utc(seconds: float) -> str:
 
 def stdout_is_terminal() -> bool:
     return sys.stdout is not None and sys.stdout.isatty()
-
-
-class JsonLines(logging.Formatter):
-    """One JSON object a line: time (UTC, ISO 8601), level, logger, message, exception."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": _utc(record.created),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str, ensure_ascii=False)
-
-
-class TextLines(logging.Formatter):
-    """``2026-11-30T12:00:00.123Z info: message``; without the time where journald adds it."""
-
-    def __init__(self) -> None:
-        stamp = "" if os.environ.get("JOURNAL_STREAM") else "%(asctime)s "
-        super().__init__(stamp + "%(levelname)s: %(message)s")
-
-    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
-        return _utc(record.created)
-
-    def format(self, record: logging.LogRecord) -> str:
-        record.levelname = record.levelname.lower()
-        return super().format(record)
-
-
-def _utc(seconds: float) -> str:
-    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
-    return f"{whole}.{int(seconds % 1 * 1000):03d}Z"
-
-
-def start_logging(level: str, form: str) -> None:
-    """Send log records of the program to stderr as ``text`` or ``json`` lines."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if form == "json" else TextLines())
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(level.upper())

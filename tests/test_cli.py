@@ -105,6 +105,11 @@ def test_help_is_quick() -> None:
     assert min(processor_seconds([str(COMMAND), "--help"]) for _ in range(5)) < HELP_SECONDS
 
 
+def test_the_tree_says_of_each_command_what_it_says_of_itself() -> None:
+    for name, place in commands.PLACES.items():
+        assert commands.kvstore.commands[name].get_short_help_str(200) == place.summary
+
+
 def processor_seconds(command: list[str]) -> float:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)

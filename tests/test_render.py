@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore import render
+from kvstore import logs, render
 from kvstore.errors import UsageError
 from kvstore.render import Output
 
@@ -224,14 +224,14 @@ def _root_logger() -> object:
 def test_log_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    render.start_logging("info", "text")
+    logs.start_logging("info", "text")
     logging.getLogger("kvstore.x").info("ready in %d ms", 5)
     logging.getLogger("kvstore.x").debug("not shown")
     assert stream.getvalue().endswith("Z info: ready in 5 ms\n")
     assert stream.getvalue().count("\n") == 1
 
     monkeypatch.setenv("JOURNAL_STREAM", "8:1")
-    render.start_logging("info", "text")
+    logs.start_logging("info", "text")
     logging.getLogger("kvstore.x").warning("plain")
     assert stream.getvalue().endswith("\nwarning: plain\n")
 
@@ -240,7 +240,7 @@ def test_log_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_json_log_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    render.start_logging("debug", "json")
+    logs.start_logging("debug", "json")
     try:
         raise ValueError("deep")
     except ValueError:

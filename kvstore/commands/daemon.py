@@ -86,7 +86,7 @@ def serve(call: Call, /, check_only: bool, **flags: str | bool | None) -> int:
 
     With -q it logs warnings and errors only.
     """
-    from kvstore import config, render
+    from kvstore import config, logs
 
     if flags["log_level"] is None and (call.output.verbose or call.output.quiet):
         flags["log_level"] = "debug" if call.output.verbose else "warning"
@@ -96,7 +96,7 @@ def serve(call: Call, /, check_only: bool, **flags: str | bool | None) -> int:
     if check_only:
         call.output.result({"settings": "valid"}, ["settings are valid"])
         return 0
-    render.start_logging(loaded.settings.log_level, loaded.settings.log_format)
+    logs.start_logging(loaded.settings.log_level, loaded.settings.log_format)
     if not call.output.quiet:
         _log_settings(loaded)
     warning = _too_much(loaded)

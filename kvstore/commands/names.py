@@ -45,17 +45,21 @@ class Space(NamedTuple):
         if record == keys.named(keys.DEFAULT_NAMESPACE):
             return 0
         if record is None:
-            record = _record_of(client, self.id)
+            record = _record_of(client, self.id, create=create)
         return client.namespace(record, create=create)
 
 
-def _record_of(client: Client, identity: str) -> Mapping[str, object]:
+def _record_of(client: Client, identity: str, *, create: bool) -> Mapping[str, object]:
     """Ask the daemon for the record of an id; only administrators are told."""
     for part in client.follow({"op": "namespaces"}):
         for share in listed(part, "namespaces"):
             if share["id"] == identity and share["record"] is not None:
                 record: Mapping[str, object] = share["record"]
                 return record
+    if create:
+        raise UsageError(
+            f"a namespace cannot be made by its id {identity}", "give its name, or @FILE.json"
+        )
     raise UnknownNamespace(
         f"namespace {identity} does not exist", "see kvstore inspect --namespaces"
     )

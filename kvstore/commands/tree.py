@@ -3,32 +3,86 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import click
 
-from kvstore.commands.about import completion, config, engines, version
-from kvstore.commands.blocks import contains, delete, get, list_blocks, put
-from kvstore.commands.daemon import create, serve
 from kvstore.commands.frame import INTERRUPTED, READER_GONE, Call, Group, ReaderGone
-from kvstore.commands.leave import evict
-from kvstore.commands.look import inspect
-from kvstore.commands.measure import bench
-from kvstore.commands.pins import flush, pin, pins, unpin
-from kvstore.commands.warming import warm
-from kvstore.commands.watch import status, top
 from kvstore.errors import KVStoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 SIMILAR = 0.75
 """How much of a word must be right before the right one is suggested: --foo is not --color."""
 
 
+class Place(NamedTuple):
+    """Where a command is found, and what it is for: the first sentence of its help."""
+
+    module: str
+    name: str
+    summary: str
+
+
+PLACES = {
+    "bench": Place("measure", "bench", "Measure on this machine."),
+    "completion": Place(
+        "about", "completion", "Print the script by which a shell completes commands."
+    ),
+    "config": Place("about", "config", "Check, show or begin a configuration."),
+    "contains": Place("blocks", "contains", "Tell which blocks are there."),
+    "create": Place(
+        "daemon", "create", "Make an empty store at STORE, else where the settings say."
+    ),
+    "delete": Place("blocks", "delete", "Remove blocks by name, for good."),
+    "engines": Place("about", "engines", "List the engines: ways to keep blocks on disk."),
+    "evict": Place("leave", "evict", "Make blocks leave the store, those unused longest first."),
+    "flush": Place("pins", "flush", "Wait until all that was put before survives a power loss."),
+    "get": Place("blocks", "get", "Write the block under KEY to a file or, without -o, to a pipe."),
+    "inspect": Place("look", "inspect", "Show what a store holds, or one block."),
+    "list": Place("blocks", "list_blocks", "List blocks, one a line: NAMESPACE-ID SHARD KEY."),
+    "pin": Place("pins", "pin", "Keep blocks from being evicted for a time."),
+    "pins": Place("pins", "pins", "List pinned blocks."),
+    "put": Place("blocks", "put", "Store one block under KEY (hexadecimal, 1 to 64 bytes)."),
+    "serve": Place("daemon", "serve", "Run the daemon in the foreground until SIGTERM."),
+    "status": Place("watch", "status", "Show how the daemon and its store are doing."),
+    "top": Place("watch", "top", "Show what the daemon does, line by line."),
+    "unpin": Place("pins", "unpin", "Let blocks be evicted again."),
+    "version": Place("about", "version", "Show the version of program, protocol and store format."),
+    "warm": Place("warming", "warm", "Bring blocks into the daemon's memory ahead of their use."),
+}
+
+
+class Commands(Mapping[str, click.Command]):
+    """The commands by name, each imported when it is looked at: a call needs one of them."""
+
+    def __getitem__(self, name: str) -> click.Command:
+        place = PLACES[name]
+        module = importlib.import_module(f"kvstore.commands.{place.module}")
+        command: click.Command = getattr(module, place.name)
+        return command
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(PLACES)
+
+    def __len__(self) -> int:
+        return len(PLACES)
+
+
+class Tree(Group):
+    """The command at the top; its help imports none of those below."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, PLACES[name].summary) for name in self.list_commands(ctx)])
+
+
 @click.group(
-    cls=Group,
+    cls=Tree,
     example="kvstore serve\nkvstore put 00ff -i block.bin\nkvstore get 00ff -o copy.bin",
     exits=(0, 1, 2, 3, 4, 5, 10, 11, 12, 13, 14, 15, INTERRUPTED, READER_GONE),
 )
@@ -36,14 +90,7 @@ def kvstore() -> None:
     """Keep the KV-cache blocks of LLM inference on local disk."""
 
 
-COMMANDS = (
-    *(serve, create, status, top),
-    *(put, get, contains, list_blocks, delete, inspect),
-    *(evict, warm, pin, unpin, pins, flush),
-    *(bench, engines, config, completion, version),
-)
-for _command in COMMANDS:
-    kvstore.add_command(_command)
+kvstore.commands = cast("dict[str, click.Command]", Commands())
 
 
 def run(arguments: Sequence[str]) -> int:
