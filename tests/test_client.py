@@ -1140,6 +1140,29 @@ def test_a_cancelled_task_cancels_its_request(daemon: FakeDaemon, confirm: bool)
     asyncio.run(act())
 
 
+def test_a_task_that_is_cancelled_again_and_again_leases_nothing_for_ever(
+    daemon: FakeDaemon,
+) -> None:
+    names, blocks = many(9, 8 * MIB)
+
+    async def act() -> None:
+        async with AsyncClient(daemon.address) as client:
+            daemon.script = silent(Op.PUT, confirm=False)
+            task = asyncio.create_task(client.put_many(names, blocks))
+            while len(daemon.of(Op.PUT)) < 2:
+                await asyncio.sleep(0.01)
+            while not task.done():
+                task.cancel()
+                await asyncio.sleep(0.05)
+            daemon.script = None
+            for cancel in daemon.of(Op.CANCEL):
+                daemon.serve(cancel)
+            await client.get(names[0])
+            assert client._session.regions.abandoned == 0
+
+    asyncio.run(act())
+
+
 def test_asyncio_keeps_deadlines(daemon: FakeDaemon) -> None:
     async def act() -> None:
         async with AsyncClient(daemon.address) as client:
