@@ -325,16 +325,16 @@ class Session:
         except (OSError, AttributeError):
             self._inline_only = True  # no memfd here, or no memory for it
             return None
-        self._unregister(connection)
         if extent is None:
+            self._unregister(connection)
             return None
         try:
+            self._unregister(connection)
             await self._number(connection, extent.region, limit)
         except BaseException as error:
             self.regions.release(extent)
-            if isinstance(error, errors.DaemonUnavailable) or not isinstance(
-                error, errors.KVStoreError
-            ):
+            gone = isinstance(error, (errors.DaemonUnavailable, errors.DeadlineExceeded))
+            if gone or not isinstance(error, errors.KVStoreError):
                 raise
             connection.shares_memory = False  # the daemon wants no more of it
             return None
