@@ -272,7 +272,7 @@ class Session:
 
     async def _let_go(self, connection: Connection, pending: Pending) -> None:
         """Cancel a request and wait a little for the daemon to confirm."""
-        if connection.withdraw(pending) or connection.broken is not None:
+        if connection.broken is not None or connection.withdraw(pending):
             return
         with suppress(errors.KVStoreError):
             cancel = connection.cancel(pending)

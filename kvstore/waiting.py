@@ -147,8 +147,8 @@ class Threads:
         return True
 
     async def wait(self, connection: Connection, pending: Pending, limit: float) -> None:
-        turns = self._turns[connection]
         while not pending.ready:
+            turns = self._turns[connection]
             left = limit - time.monotonic()
             if left <= 0:
                 return

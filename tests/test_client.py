@@ -1034,6 +1034,31 @@ def test_a_child_process_talks_on_its_own(daemon: FakeDaemon, client: Client) ->
     assert len({id(one.peer) for one in daemon.of(Op.REGISTER)}) == 2
 
 
+@pytest.mark.parametrize("going_on", [True, False])
+def test_a_child_process_cannot_go_on_with_a_stream_of_its_parent(
+    daemon: FakeDaemon, client: Client, going_on: bool
+) -> None:
+    # Three parts, for their lengths are not known: one is under way while another is read.
+    names, blocks = many(150, 5000)
+    client.put_many(names, blocks)
+    stream = client.stream_get(names)
+    next(stream)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            if going_on:
+                with pytest.raises(errors.DaemonUnavailable, match="another process"):
+                    list(stream)
+            else:
+                stream.close()
+            code = 0 if whole(client.get_many(names[:2])) == blocks[:2] else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert sum(status == BlockStatus.OK for _, status, _ in stream) == 149
+
+
 def test_a_client_gives_its_descriptors_back(daemon: FakeDaemon) -> None:
     names, blocks = many(2, MIB)
 
