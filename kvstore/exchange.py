@@ -68,8 +68,9 @@ class Pending:
         return bool(self.replies) or self.done or self.failure is not None
 
     def changed(self) -> None:
-        if self.notify is not None:
-            self.notify()
+        notify = self.notify  # whoever waits may leave meanwhile, in another thread
+        if notify is not None:
+            notify()
 
 
 @dataclass
