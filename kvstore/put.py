@@ -106,9 +106,10 @@ class Put(Job, Waiter):
             joined = ~unknown & ~readable & same
             self.settle(np.flatnonzero(~unknown & ~same), BlockStatus.CONFLICT)
         self._hold(rows[readable])
-        self._await_level(np.flatnonzero(readable & same & ~renewed & ~joined), rows)
         fresh = self._first_of_each(np.flatnonzero(unknown | renewed))
         self._bring(fresh[~renewed[fresh]], fresh[renewed[fresh]], rows)
+        # After the memory is taken: a put that got none is made anew, and must not wait twice.
+        self._await_level(np.flatnonzero(readable & same & ~renewed & ~joined), rows)
         self._join(np.flatnonzero(joined), rows)
         for batch in self._batches:
             rows[batch.positions] = batch.rows
