@@ -22,7 +22,7 @@ from kvstore.questions import Call, Questions, Where
 from kvstore.regions import DEFAULT_TOTAL_BYTES, Extent
 from kvstore.requests import U8, U32, Found, PutOptions, Rows, Scope
 from kvstore.session import RETRY_SECONDS
-from kvstore.transfer import Lookup, Upload, overlapping, put_all, refuse_if_lost
+from kvstore.transfer import SMALL_BYTES, Lookup, Upload, overlapping, put_all, refuse_if_lost
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
@@ -340,11 +340,13 @@ class Operations(Questions):
         ``capacities``: most bytes of each block, which then come through shared memory; with None
         they come inline.
         """
+        room = self._session.regions.room
+        if capacities is not None and int(capacities.max(initial=0)) > room:
+            capacities = None  # one block at a time would come inline instead
         parts = requests.batches(len(names))
         if capacities is not None:
-            # Two parts are under way at a time.
-            most = self._session.regions.room // 2
-            parts = requests.get_parts(capacities.tolist(), most)
+            # Two parts are under way at a time; what is smaller comes inline anyway.
+            parts = requests.get_parts(capacities.tolist(), max(room // 2, SMALL_BYTES))
         begin = partial(Lookup.begin, self._session, call, op, names, capacities)
         async with aclosing(overlapping(parts, begin)) as lookups:
             async for lookup in lookups:
@@ -367,6 +369,8 @@ class Operations(Questions):
 
         Raises Busy when there is no room for it, UsageError where memory cannot be shared.
         """
+        if nbytes < 1:
+            raise errors.UsageError(f"{nbytes} bytes cannot be leased", "lease one at least")
         limit = self._call(timeout=timeout).limit
         connection = await self._session.connection(limit)
         extent = await self._session.lease(nbytes, limit)

@@ -143,6 +143,23 @@ def test_a_system_without_memfd_gets_blocks_inline(
     assert whole(client.get_many(names)) == blocks
 
 
+@pytest.mark.parametrize("staging_bytes", [0, 4096, 256 * MIB])
+def test_many_blocks_are_got_at_once_where_no_memory_is_shared(
+    daemon: FakeDaemon, staging_bytes: int
+) -> None:
+    names, blocks = many(200, 1000)
+    with Client(daemon.address, staging_bytes=staging_bytes) as client:
+        client.put_many(names, blocks)
+        assert whole(client.get_many(names[:1])) == blocks[:1]
+        before = len(daemon.of(Op.STREAM_GET))
+        if staging_bytes == 256 * MIB:
+            with client.staging(staging_bytes):
+                assert whole(client.get_many(names)) == blocks
+        else:
+            assert whole(client.get_many(names)) == blocks
+        assert len(daemon.of(Op.STREAM_GET)) - before <= 4
+
+
 def test_batches_larger_than_a_request_are_cut(daemon: FakeDaemon, client: Client) -> None:
     names, blocks = many(PUT_BYTES // MIB + 20, MIB)
     client.put_many(names, blocks, chain=True, parent=b"top")
@@ -238,6 +255,22 @@ def test_staging_needs_no_copy(daemon: FakeDaemon, client: Client) -> None:
         slots[0][0]
     with pytest.raises(errors.UsageError):
         client.get_staged([key(1)] * 3, staging)
+
+
+@pytest.mark.parametrize("nbytes", [0, -5000])
+def test_no_less_than_a_byte_is_leased(client: Client, nbytes: int) -> None:
+    with pytest.raises(errors.UsageError, match="leased"), client.staging(nbytes):
+        pass
+    with client.staging(4096) as staging:
+        assert staging.nbytes == 4096
+
+
+@pytest.mark.parametrize("seconds", [-1, 1 << 32])
+def test_times_that_cannot_be_sent_are_refused(client: Client, seconds: int) -> None:
+    with pytest.raises(errors.UsageError, match="time"):
+        client.contains([key(1)], lease=seconds)
+    with pytest.raises(errors.UsageError, match="time"):
+        client.pin([key(1)], seconds)
 
 
 def test_there_is_no_staging_over_tcp() -> None:
