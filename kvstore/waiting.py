@@ -172,7 +172,9 @@ class Threads:
     @staticmethod
     def _lead(connection: Connection, pending: Pending, limit: float) -> None:
         while not pending.ready and (left := limit - time.monotonic()) > 0:
-            connection.watch(select.POLLIN, left)
+            # Requests that nobody waits for yet go on being sent too.
+            more = select.POLLOUT if connection.unsent() else 0
+            connection.watch(select.POLLIN | more, left)
 
     async def sleep(self, seconds: float) -> None:
         time.sleep(seconds)

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -470,6 +471,30 @@ def test_sending_and_receiving_more_than_the_sockets_hold_does_not_lock(
 
 
 # -- late, lost and wrong answers -----------------------------------------------------------------
+
+
+def test_the_next_part_is_sent_wholly_while_one_waits_for_the_first(
+    daemon: FakeDaemon, client: Client
+) -> None:
+    def script(asked: Asked) -> bool:
+        """Answer the first part when the second one is there."""
+        if asked.frame.op != Op.PUT:
+            return False
+        first, *others = daemon.of(Op.PUT)
+        if others:
+            daemon.serve(first)
+        else:
+            time.sleep(0.5)  # nothing is read: the socket takes a part of the next frame
+        return not others
+
+    client.status()
+    connection = client._operations._session._connection
+    assert connection is not None
+    connection._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 32768)
+    names = [number.to_bytes(64, "big") for number in range(8192)]
+    daemon.script = script
+    assert not client.put_many(names, [b"block"] * len(names)).any()
+    assert len(daemon.of(Op.PUT)) == 2
 
 
 def test_a_cancel_that_is_confirmed_costs_no_memory(daemon: FakeDaemon, client: Client) -> None:
