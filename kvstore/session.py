@@ -24,6 +24,7 @@ from kvstore.requests import CAN_CHECK, CHECKSUM, Request
 from kvstore.waiting import Address
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import AsyncGenerator, Callable, Mapping
 
     from kvstore.waiting import Lock, Port
@@ -131,11 +132,7 @@ class Session:
             raise self._late() from None
 
     async def _connect(self, limit: float) -> Connection:
-        try:
-            sock = await self.port.connect(self.address, limit)
-        except OSError as error:
-            raise self._unreachable(error) from error
-        connection = Connection(sock, self._name)
+        connection = Connection(await self._socket(limit), self._name)
         self.port.attach(connection)
         try:
             hello = requests.spoken(Op.HELLO, {"version": protocol.VERSION, "pid": os.getpid()})
@@ -147,6 +144,17 @@ class Session:
             connection.close()
             raise
         return connection
+
+    async def _socket(self, limit: float) -> socket.socket:
+        while True:
+            try:
+                return await self.port.connect(self.address, limit)
+            except OSError as error:
+                # So many connect at the same time that the daemon's queue is full.
+                full = isinstance(error, BlockingIOError)
+                if not full or time.monotonic() + RETRY_SECONDS > limit:
+                    raise self._unreachable(error) from error
+            await self.port.sleep(RETRY_SECONDS)
 
     def _unreachable(self, error: OSError) -> errors.KVStoreError:
         if isinstance(error, PermissionError):

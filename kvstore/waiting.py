@@ -65,7 +65,7 @@ class Port(Protocol):
     """
 
     async def connect(self, address: Address, limit: float) -> socket.socket:
-        """Return a connected socket. Raises OSError, TimeoutError."""
+        """Return a connected socket. Raises OSError: BlockingIOError when the queue is full."""
 
     def attach(self, connection: Connection) -> None:
         """Take care of a new connection."""

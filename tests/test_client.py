@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -789,6 +790,36 @@ def test_a_restarted_daemon_is_found_again_with_its_namespaces(
 def test_nobody_listens(tmp_path: Path) -> None:
     with Client(str(tmp_path / "socket")) as client, pytest.raises(errors.DaemonUnavailable):
         client.status()
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_full_queue_is_waited_for(tmp_path: Path, blocking: bool) -> None:
+    path = tmp_path / "full"
+    with socket.socket(socket.AF_UNIX) as listener, ExitStack() as others:
+        listener.bind(str(path))
+        listener.listen(0)
+        with suppress(BlockingIOError):
+            while True:
+                other = others.enter_context(socket.socket(socket.AF_UNIX))
+                other.setblocking(False)
+                other.connect(str(path))
+
+        async def ask() -> None:
+            async with AsyncClient(str(path), timeout=0.5) as client:
+                await client.status()
+
+        began = time.monotonic()
+        with pytest.raises(errors.DaemonUnavailable, match="no daemon answers"):
+            Client(str(path), timeout=0.5).status() if blocking else asyncio.run(ask())
+        assert time.monotonic() - began > 0.3
+        accepted: list[Any] = []
+        accepting = threading.Timer(0.2, lambda: accepted.append(listener.accept()))
+        accepting.start()
+        # Connected this time, and not answered.
+        with pytest.raises(errors.DeadlineExceeded):
+            Client(str(path), timeout=0.6).status() if blocking else asyncio.run(ask())
+        accepting.join()
+        others.enter_context(accepted[0][0])
 
 
 def test_a_daemon_that_never_says_hello_is_given_up(daemon: FakeDaemon) -> None:
