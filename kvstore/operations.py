@@ -68,7 +68,7 @@ class Staging:
     """Memory shared with the daemon, leased to the caller, who fills and reads it himself.
 
     Blocks lie in slots, each on a page of 4096 bytes. During a put or get the slots belong to the
-    daemon; after one that raised they are lost, and the next one raises Busy.
+    daemon. One that got no answer loses them, and the next one raises Busy.
     """
 
     def __init__(self, extent: Extent) -> None:

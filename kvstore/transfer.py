@@ -1,8 +1,8 @@
 """Blocks on their way between a client and the daemon: large batches in parts, two at a time.
 
 While the daemon works on one part, the next one is already made here and sent, so that neither side
-waits for the other. A part goes through shared memory where there is some, and one that travels
-inline goes alone.
+waits for the other. A part goes through shared memory where there is some; one that has to travel
+inline begins when no other is under way.
 
 Standard library and numpy only: model servers import this module.
 """
