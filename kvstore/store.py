@@ -56,7 +56,6 @@ class Subscription:
 
 LEASE_SHARE = 4
 """Leases keep at most this part (1/n) of the capacity from eviction."""
-MAX_LEASE_SECONDS = 60.0
 PIN_SHARE = 4
 """Pins keep at most this part (1/n) of the capacity from eviction."""
 
@@ -169,7 +168,7 @@ class Store:
             return
         room = core.space.capacity // LEASE_SHARE - core.index.leased_bytes(now)
         sizes = np.cumsum(record.image_bytes_of(core.index.sizes[rows]))
-        core.index.lease(rows[sizes <= room], now + min(seconds, MAX_LEASE_SECONDS))
+        core.index.lease(rows[sizes <= room], now + seconds)
 
     def touch(self, namespace: Namespace, shard: int, keys: KeyArray) -> None:
         """Note that blocks are in use, wherever their bytes are used."""
