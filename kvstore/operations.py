@@ -21,7 +21,6 @@ from kvstore.protocol import DEFAULT_HANDLE, Op
 from kvstore.questions import Call, Questions, Where
 from kvstore.regions import DEFAULT_TOTAL_BYTES, Extent
 from kvstore.requests import U8, U32, Found, PutOptions, Rows, Scope
-from kvstore.session import RETRY_SECONDS
 from kvstore.transfer import SMALL_BYTES, Lookup, Upload, overlapping, put_all, refuse_if_lost
 
 if TYPE_CHECKING:
@@ -201,8 +200,10 @@ class Operations(Questions):
             return block
 
         statuses = await self._fill(call, names, self._capacities(call, len(names)), place)
-        again = (BlockStatus.BUSY, BlockStatus.TOO_LARGE)
-        statuses = await self._fill_again(call, names, statuses, again, place)
+        long = np.flatnonzero(statuses == BlockStatus.TOO_LARGE)
+        if len(long):
+            again = partial(_placed, place, long.tolist())
+            statuses[long] = await self._fill(call, names[long], None, again)
         for position in np.flatnonzero(statuses != BlockStatus.OK).tolist():
             blocks[position] = None
         return blocks
@@ -229,8 +230,7 @@ class Operations(Questions):
 
         limits = [min(len(target), MAX_BLOCK_BYTES) for target in targets]
         capacities = np.array(limits, np.uint32)
-        statuses = await self._fill(call, names, capacities, place)
-        return await self._fill_again(call, names, statuses, (BlockStatus.BUSY,), place)
+        return await self._fill(call, names, capacities, place)
 
     async def get_staged(
         self, keys: Sequence[bytes], staging: Staging, **where: Unpack[Where]
@@ -269,23 +269,20 @@ class Operations(Questions):
                     ):
                         block = None
                     status = BlockStatus(int(found.statuses[offset]))
-                    if status in (BlockStatus.BUSY, BlockStatus.TOO_LARGE):
-                        status, block = await self._get_late(call, names, position, status)
+                    if status == BlockStatus.TOO_LARGE:
+                        name = names[position : position + 1]
+                        status, block = await self._get_long(call, name)
                     yield position, status, block
 
-    async def _get_late(
-        self, call: Call, names: KeyArray, position: int, status: BlockStatus
-    ) -> tuple[BlockStatus, memoryview | None]:
-        """Get one block of a stream that had no room."""
+    async def _get_long(self, call: Call, name: KeyArray) -> tuple[BlockStatus, memoryview | None]:
+        """Get one block of a stream that was longer than its room."""
         found: list[memoryview] = []
 
         def place(_: int, length: int) -> memoryview:
-            found[:] = [np.empty(length, np.uint8).data]
+            found.append(np.empty(length, np.uint8).data)
             return found[0]
 
-        name, statuses = names[position : position + 1], np.array([status], np.uint8)
-        again = (BlockStatus.BUSY, BlockStatus.TOO_LARGE)
-        statuses = await self._fill_again(call, name, statuses, again, place)
+        statuses = await self._fill(call, name, None, place)
         status = BlockStatus(int(statuses[0]))
         return status, found[0] if status == BlockStatus.OK else None
 
@@ -311,25 +308,6 @@ class Operations(Questions):
                 act = partial(found.copy_out, place, self._session.checks)
                 await self._session.port.work(int(found.lengths.sum()), act)
                 statuses[found.start : found.start + len(found)] = found.statuses
-        return statuses
-
-    async def _fill_again(
-        self,
-        call: Call,
-        names: KeyArray,
-        statuses: U8,
-        again: tuple[BlockStatus, ...],
-        place: Place,
-    ) -> U8:
-        """Ask once more, inline, for what had no room, until the time is over."""
-        while (left := np.flatnonzero(np.isin(statuses, again))).size:
-            if (statuses[left] == BlockStatus.BUSY).any():
-                if call.over:
-                    break
-                await self._session.port.sleep(RETRY_SECONDS)
-            wanted: list[int] = left.tolist()
-            act = partial(_placed, place, wanted)
-            statuses[left] = await self._fill(call, names[left], None, act)
         return statuses
 
     async def _find(

@@ -944,29 +944,6 @@ def test_blocks_that_stay_busy_are_told(daemon: FakeDaemon, client: Client) -> N
     assert client.put_many([key(1)], [b"x"], timeout=0.2).tolist() == [BlockStatus.BUSY]
 
 
-def test_busy_gets_are_repeated(daemon: FakeDaemon, client: Client) -> None:
-    names, blocks = many(3, 300_000)
-    client.put_many(names, blocks)
-    client.get_many(names)
-    refusals = iter([True, True, False] * 3)
-
-    def script(asked: Asked) -> bool:
-        if asked.frame.op not in (Op.GET, Op.STREAM_GET) or not next(refusals, False):
-            return False
-        found = [
-            block if n != 1 else BlockStatus.BUSY for n, block in enumerate(daemon.find(asked))
-        ]
-        daemon.reply(asked, found if len(found) > 1 else [BlockStatus.BUSY])
-        return True
-
-    daemon.script = script
-    assert whole(client.get_many(names)) == blocks
-    buffers = [bytearray(300_000) for _ in names]
-    assert not client.get_into(names, buffers).any()
-    assert buffers == blocks
-    assert [bytes(view or b"") for _, _, view in client.stream_get(names)] == blocks
-
-
 @pytest.mark.parametrize("size", [100, MIB])
 def test_bytes_that_do_not_match_their_checksum_are_no_hit(
     daemon: FakeDaemon, client: Client, size: int
