@@ -21,6 +21,7 @@ from kvstore.keys import space_number
 from kvstore.put import Put
 from kvstore.removal import Removal, choose_victims, evict, heed_failures, retire
 from kvstore.upkeep import Flush, SaveUse, Upkeep
+from kvstore.writer import MAX_ERRORS
 
 if TYPE_CHECKING:
     from collections import deque
@@ -252,6 +253,11 @@ class Store:
         """Return blocks that were accepted and could not be written; each is told once. Call it
         after a flush; see :meth:`~kvstore.writer.Writer.take_errors`."""
         return self.core.writer.take_errors(may_hear)
+
+    def keep_errors(self, errors: list[LateError]) -> None:
+        """Keep what :meth:`take_errors` returned for the next who asks: nobody has heard of it."""
+        writer = self.core.writer
+        writer.errors = [*errors, *writer.errors][-MAX_ERRORS:]
 
     def list_rows(
         self, namespace: Namespace | None, start: int, limit: int
