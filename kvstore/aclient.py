@@ -68,7 +68,10 @@ class Loop:
         sock.setblocking(False)
         loop = asyncio.get_running_loop()
         try:
-            await _within(limit, asyncio.ensure_future(loop.sock_connect(sock, where)))
+            if address.port:
+                await _within(limit, asyncio.ensure_future(loop.sock_connect(sock, where)))
+            else:
+                sock.connect(where)  # at once or not at all: asyncio takes a full queue for success
         except BaseException:
             sock.close()
             raise

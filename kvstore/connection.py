@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_HANDLES = 1024
-
 
 class Connection:
     """Serves the client behind ``sock``, a non-blocking stream socket, until it goes.

@@ -68,8 +68,9 @@ class Pending:
         return bool(self.replies) or self.done or self.failure is not None
 
     def changed(self) -> None:
-        if self.notify is not None:
-            self.notify()
+        notify = self.notify  # whoever waits may leave meanwhile, in another thread
+        if notify is not None:
+            notify()
 
 
 @dataclass
@@ -225,9 +226,14 @@ class Connection:
             self._break(error or self._gone("was closed here"))
 
     def forget(self) -> None:
-        """Drop a connection that belongs to the parent of this process, without ending it."""
+        """Drop a connection that belongs to the parent of this process, without ending it.
+
+        Without the lock: the thread that held it during the fork is not in this process.
+        """
         self.broken = self._gone("belongs to another process")
         self._sock.close()
+        for pending in self._pending.values():
+            pending.failure = self.broken
 
     def _gone(self, what: str) -> errors.DaemonUnavailable:
         return errors.DaemonUnavailable(

@@ -3,7 +3,7 @@
 The thread that owns the store (the daemon's event loop, or the only thread of an offline command)
 begins a job: it looks rows up, takes references, reserves space. A worker then calls ``run``, which
 does nothing but I/O, copying and hashing on arrays that the job carries; it never touches the
-index. Large gets and puts are cut into shares, for several workers at a time. The owner calls
+index. Large puts are cut into shares, for several workers at a time. The owner calls
 ``finish`` with the outcome, which releases whatever ``begin`` took, whether the run succeeded or
 not.
 """

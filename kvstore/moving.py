@@ -175,7 +175,8 @@ async def warm(request: Request, asked: Asked) -> Document:
         raise KVStoreError("the daemon keeps no blocks in memory", "start it with --memory SIZE")
     namespace, shard = named_space(store, asked), named_shard(asked) or 0
     keys = _keys(asked)
-    most = min(amount(asked, "bytes") or WARM_BYTES, core.tier.capacity)
+    size = amount(asked, "bytes")
+    most = min(WARM_BYTES if size is None else size, core.tier.capacity)
     if namespace is None:
         namespace = request.server.default_namespace(store)
     rows = core.index.find(space_number(namespace.number, shard), keys)
@@ -186,16 +187,17 @@ async def warm(request: Request, asked: Asked) -> Document:
     there, images, known = there[:count], images[:count], known[:count]
     inside = there & ((core.index.flags[known] & MEM) != 0)
     cold = np.flatnonzero(there & ~inside & core.tier.fits(images))
-    loaded, failed = await _load(request, store, (namespace, shard), keys[cold])
+    loaded, failed, gone = await _load(request, store, (namespace, shard), keys[cold])
     found = core.index.find(space_number(namespace.number, shard), keys[:count])
-    now = core.index.readable(found) & ((core.index.flags[np.where(there, found, 0)] & MEM) != 0)
+    now = core.index.readable(found)
+    now &= (core.index.flags[np.where(now, found, 0)] & MEM) != 0
     return {
         "done": count,
         "loaded": loaded,
         "present": int(inside.sum()),
-        "absent": int((~there).sum()),
+        "absent": int((~there).sum()) + gone,
         "failed": failed,
-        "skipped": int((there & ~inside).sum()) - loaded - failed,
+        "skipped": int((there & ~inside).sum()) - loaded - failed - gone,
         "bytes": int(images[now].sum()),
         "memory_capacity_bytes": core.tier.capacity,
     }
@@ -210,10 +212,10 @@ def _keys(asked: Asked) -> KeyArray:
 
 async def _load(
     request: Request, store: Store, where: tuple[Namespace, int], keys: KeyArray
-) -> tuple[int, int]:
+) -> tuple[int, int, int]:
     """Read blocks into memory, a few at a time and one job at a time in the whole daemon; return
-    how many are there now, and how many could not be read."""
-    server, start, loaded, failed = request.server, 0, 0, 0
+    how many are there now, how many could not be read, and how many had left the store."""
+    server, start, loaded, failed, gone = request.server, 0, 0, 0, 0
     while start < len(keys):
         part = keys[start : start + WARM_KEYS]
         async with server.warming:
@@ -225,8 +227,9 @@ async def _load(
                     raise job.failure
                 start += job.count
                 loaded += int(job.in_memory.sum())
-                failed += int((job.statuses != BlockStatus.OK).sum())
+                failed += int((job.statuses[job.hits] != BlockStatus.OK).sum())
+                gone += job.count - len(job.hits)
             finally:
                 job.close()
                 server.memory_changed()
-    return loaded, failed
+    return loaded, failed, gone

@@ -21,8 +21,7 @@ from kvstore.protocol import DEFAULT_HANDLE, Op
 from kvstore.questions import Call, Questions, Where
 from kvstore.regions import DEFAULT_TOTAL_BYTES, Extent
 from kvstore.requests import U8, U32, Found, PutOptions, Rows, Scope
-from kvstore.session import RETRY_SECONDS
-from kvstore.transfer import Lookup, Upload, overlapping, put_all, refuse_if_lost
+from kvstore.transfer import SMALL_BYTES, Lookup, Upload, overlapping, put_all, refuse_if_lost
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
@@ -68,7 +67,7 @@ class Staging:
     """Memory shared with the daemon, leased to the caller, who fills and reads it himself.
 
     Blocks lie in slots, each on a page of 4096 bytes. During a put or get the slots belong to the
-    daemon; after one that raised they are lost, and the next one raises Busy.
+    daemon. One that got no answer loses them, and the next one raises Busy.
     """
 
     def __init__(self, extent: Extent) -> None:
@@ -201,8 +200,10 @@ class Operations(Questions):
             return block
 
         statuses = await self._fill(call, names, self._capacities(call, len(names)), place)
-        again = (BlockStatus.BUSY, BlockStatus.TOO_LARGE)
-        statuses = await self._fill_again(call, names, statuses, again, place)
+        long = np.flatnonzero(statuses == BlockStatus.TOO_LARGE)
+        if len(long):
+            again = partial(_placed, place, long.tolist())
+            statuses[long] = await self._fill(call, names[long], None, again)
         for position in np.flatnonzero(statuses != BlockStatus.OK).tolist():
             blocks[position] = None
         return blocks
@@ -229,8 +230,7 @@ class Operations(Questions):
 
         limits = [min(len(target), MAX_BLOCK_BYTES) for target in targets]
         capacities = np.array(limits, np.uint32)
-        statuses = await self._fill(call, names, capacities, place)
-        return await self._fill_again(call, names, statuses, (BlockStatus.BUSY,), place)
+        return await self._fill(call, names, capacities, place)
 
     async def get_staged(
         self, keys: Sequence[bytes], staging: Staging, **where: Unpack[Where]
@@ -269,23 +269,20 @@ class Operations(Questions):
                     ):
                         block = None
                     status = BlockStatus(int(found.statuses[offset]))
-                    if status in (BlockStatus.BUSY, BlockStatus.TOO_LARGE):
-                        status, block = await self._get_late(call, names, position, status)
+                    if status == BlockStatus.TOO_LARGE:
+                        name = names[position : position + 1]
+                        status, block = await self._get_long(call, name)
                     yield position, status, block
 
-    async def _get_late(
-        self, call: Call, names: KeyArray, position: int, status: BlockStatus
-    ) -> tuple[BlockStatus, memoryview | None]:
-        """Get one block of a stream that had no room."""
+    async def _get_long(self, call: Call, name: KeyArray) -> tuple[BlockStatus, memoryview | None]:
+        """Get one block of a stream that was longer than its room."""
         found: list[memoryview] = []
 
         def place(_: int, length: int) -> memoryview:
-            found[:] = [np.empty(length, np.uint8).data]
+            found.append(np.empty(length, np.uint8).data)
             return found[0]
 
-        name, statuses = names[position : position + 1], np.array([status], np.uint8)
-        again = (BlockStatus.BUSY, BlockStatus.TOO_LARGE)
-        statuses = await self._fill_again(call, name, statuses, again, place)
+        statuses = await self._fill(call, name, None, place)
         status = BlockStatus(int(statuses[0]))
         return status, found[0] if status == BlockStatus.OK else None
 
@@ -313,25 +310,6 @@ class Operations(Questions):
                 statuses[found.start : found.start + len(found)] = found.statuses
         return statuses
 
-    async def _fill_again(
-        self,
-        call: Call,
-        names: KeyArray,
-        statuses: U8,
-        again: tuple[BlockStatus, ...],
-        place: Place,
-    ) -> U8:
-        """Ask once more, inline, for what had no room, until the time is over."""
-        while (left := np.flatnonzero(np.isin(statuses, again))).size:
-            if (statuses[left] == BlockStatus.BUSY).any():
-                if call.over:
-                    break
-                await self._session.port.sleep(RETRY_SECONDS)
-            wanted: list[int] = left.tolist()
-            act = partial(_placed, place, wanted)
-            statuses[left] = await self._fill(call, names[left], None, act)
-        return statuses
-
     async def _find(
         self, call: Call, op: Op, names: KeyArray, capacities: U32 | None
     ) -> AsyncGenerator[Found, None]:
@@ -340,11 +318,13 @@ class Operations(Questions):
         ``capacities``: most bytes of each block, which then come through shared memory; with None
         they come inline.
         """
+        room = self._session.regions.room
+        if capacities is not None and int(capacities.max(initial=0)) > room:
+            capacities = None  # one block at a time would come inline instead
         parts = requests.batches(len(names))
         if capacities is not None:
-            # Two parts are under way at a time.
-            most = self._session.regions.room // 2
-            parts = requests.get_parts(capacities.tolist(), most)
+            # Two parts are under way at a time; what is smaller comes inline anyway.
+            parts = requests.get_parts(capacities.tolist(), max(room // 2, SMALL_BYTES))
         begin = partial(Lookup.begin, self._session, call, op, names, capacities)
         async with aclosing(overlapping(parts, begin)) as lookups:
             async for lookup in lookups:
@@ -367,6 +347,8 @@ class Operations(Questions):
 
         Raises Busy when there is no room for it, UsageError where memory cannot be shared.
         """
+        if nbytes < 1:
+            raise errors.UsageError(f"{nbytes} bytes cannot be leased", "lease one at least")
         limit = self._call(timeout=timeout).limit
         connection = await self._session.connection(limit)
         extent = await self._session.lease(nbytes, limit)

@@ -1,10 +1,10 @@
 """A put: from a client's bytes to rows that can be read, and to an answer.
 
-Payloads are copied into slots of our own and hashed there: what a client changes later is never
-written to disk. Blocks that find room in the memory tier can be read at once and are *dirty* until
-the writer (:mod:`kvstore.writer`) has brought them to the engine. Others, and new versions of known
-blocks, stay in the bounce slab and can be read when they are written. The put is answered when
-every block has reached the level asked for, or failed.
+Payloads are copied into slots of our own and hashed there, if they were not received into memory of
+ours: what a client changes later is never written to disk. Blocks that find room in the memory tier
+can be read at once and are *dirty* until the writer (:mod:`kvstore.writer`) has brought them to the
+engine. Others, and new versions of known blocks, stay in the bounce slab and can be read when they
+are written. The put is answered when every block has reached the level asked for, or failed.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Positions = np.ndarray
 class Put(Job, Waiter):
     """Puts the blocks that are new; the others are answered from the index.
 
-    ``sources`` are the payloads; they are read until the put is answered. Those that lie in memory
-    of ours, ``received`` into extents with room for a header page before them, are used in place;
-    then the extent leaves that list. ``statuses`` (one
-    :class:`BlockStatus` each) are final when it is. Raises Busy when memory has no room now, and
-    what :func:`check` refuses; then nothing was taken.
+    ``sources`` are the payloads; they are read until the put is answered. Where they lie in memory
+    of ours, ``received`` into extents with room for a header page before them, those that go around
+    the tier are used in place; then the extent leaves that list. ``statuses`` (one
+    :class:`BlockStatus` each) are final when the put is answered. Raises Busy when memory has no
+    room now, and what :func:`check` refuses; then nothing was taken.
     """
 
     def __init__(
@@ -106,9 +106,10 @@ class Put(Job, Waiter):
             joined = ~unknown & ~readable & same
             self.settle(np.flatnonzero(~unknown & ~same), BlockStatus.CONFLICT)
         self._hold(rows[readable])
-        self._await_level(np.flatnonzero(readable & same & ~renewed & ~joined), rows)
         fresh = self._first_of_each(np.flatnonzero(unknown | renewed))
         self._bring(fresh[~renewed[fresh]], fresh[renewed[fresh]], rows)
+        # After the memory is taken: a put that got none is made anew, and must not wait twice.
+        self._await_level(np.flatnonzero(readable & same & ~renewed & ~joined), rows)
         self._join(np.flatnonzero(joined), rows)
         for batch in self._batches:
             rows[batch.positions] = batch.rows

@@ -198,7 +198,8 @@ class Questions:
     async def flush(self, *, timeout: float | None = None) -> list[LateError]:
         """Return when everything that was written before survives power loss.
 
-        What was accepted since the last flush and could not be kept is listed.
+        Blocks that were accepted and could not be written are listed, each of them once, to the
+        first who asks and may hear of it.
         """
         reply = await self._session.ask(Request(Frame(Op.FLUSH)), self._call(timeout=timeout).limit)
         return LateError.read(reply)

@@ -264,7 +264,7 @@ class Regions:
             self._abandon(region)
 
     def _abandon(self, region: Region) -> None:
-        if not region.abandoned:
+        if region in self._live:  # after a fork it may be one of the parent's
             region.abandoned = True
             self._live.remove(region)
             self._abandoned.append(region)

@@ -192,6 +192,8 @@ def question(
     op: Op, scope: Scope, names: KeyArray, number: int | None = None, *, flags: int = 0
 ) -> Request:
     """Ask something about keys; ``number`` is the u32 that some operations want."""
+    if number is not None and not 0 <= number <= 0xFFFFFFFF:
+        raise errors.UsageError(f"a time of {number} cannot be sent", "use 0 to 4294967295")
     meta = names.tobytes() + (b"" if number is None else number.to_bytes(4, "little"))
     return Request(_frame(op, scope, names, flags=flags), meta, scope)
 

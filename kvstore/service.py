@@ -354,7 +354,11 @@ async def flush(request: Request) -> None:
         }
         for error in errors
     ]
-    await request.answer(protocol.dump({"errors": told}))
+    try:
+        await request.answer(protocol.dump({"errors": told}))
+    except BaseException:
+        store.keep_errors(errors)
+        raise
 
 
 OPERATIONS: dict[int, Callable[[Request], Awaitable[None]]] = {

@@ -24,6 +24,7 @@ from kvstore.requests import CAN_CHECK, CHECKSUM, Request
 from kvstore.waiting import Address
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import AsyncGenerator, Callable, Mapping
 
     from kvstore.waiting import Lock, Port
@@ -131,11 +132,7 @@ class Session:
             raise self._late() from None
 
     async def _connect(self, limit: float) -> Connection:
-        try:
-            sock = await self.port.connect(self.address, limit)
-        except OSError as error:
-            raise self._unreachable(error) from error
-        connection = Connection(sock, self._name)
+        connection = Connection(await self._socket(limit), self._name)
         self.port.attach(connection)
         try:
             hello = requests.spoken(Op.HELLO, {"version": protocol.VERSION, "pid": os.getpid()})
@@ -147,6 +144,17 @@ class Session:
             connection.close()
             raise
         return connection
+
+    async def _socket(self, limit: float) -> socket.socket:
+        while True:
+            try:
+                return await self.port.connect(self.address, limit)
+            except OSError as error:
+                # So many connect at the same time that the daemon's queue is full.
+                full = isinstance(error, BlockingIOError)
+                if not full or time.monotonic() + RETRY_SECONDS > limit:
+                    raise self._unreachable(error) from error
+            await self.port.sleep(RETRY_SECONDS)
 
     def _unreachable(self, error: OSError) -> errors.KVStoreError:
         if isinstance(error, PermissionError):
@@ -272,7 +280,7 @@ class Session:
 
     async def _let_go(self, connection: Connection, pending: Pending) -> None:
         """Cancel a request and wait a little for the daemon to confirm."""
-        if connection.withdraw(pending) or connection.broken is not None:
+        if connection.broken is not None or connection.withdraw(pending):
             return
         with suppress(errors.KVStoreError):
             cancel = connection.cancel(pending)
@@ -325,16 +333,16 @@ class Session:
         except (OSError, AttributeError):
             self._inline_only = True  # no memfd here, or no memory for it
             return None
-        self._unregister(connection)
         if extent is None:
+            self._unregister(connection)
             return None
         try:
+            self._unregister(connection)
             await self._number(connection, extent.region, limit)
         except BaseException as error:
             self.regions.release(extent)
-            if isinstance(error, errors.DaemonUnavailable) or not isinstance(
-                error, errors.KVStoreError
-            ):
+            gone = isinstance(error, (errors.DaemonUnavailable, errors.DeadlineExceeded))
+            if gone or not isinstance(error, errors.KVStoreError):
                 raise
             connection.shares_memory = False  # the daemon wants no more of it
             return None

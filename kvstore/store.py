@@ -21,6 +21,7 @@ from kvstore.keys import space_number
 from kvstore.put import Put
 from kvstore.removal import Removal, choose_victims, evict, heed_failures, retire
 from kvstore.upkeep import Flush, SaveUse, Upkeep
+from kvstore.writer import MAX_ERRORS
 
 if TYPE_CHECKING:
     from collections import deque
@@ -56,7 +57,6 @@ class Subscription:
 
 LEASE_SHARE = 4
 """Leases keep at most this part (1/n) of the capacity from eviction."""
-MAX_LEASE_SECONDS = 60.0
 PIN_SHARE = 4
 """Pins keep at most this part (1/n) of the capacity from eviction."""
 
@@ -169,7 +169,7 @@ class Store:
             return
         room = core.space.capacity // LEASE_SHARE - core.index.leased_bytes(now)
         sizes = np.cumsum(record.image_bytes_of(core.index.sizes[rows]))
-        core.index.lease(rows[sizes <= room], now + min(seconds, MAX_LEASE_SECONDS))
+        core.index.lease(rows[sizes <= room], now + seconds)
 
     def touch(self, namespace: Namespace, shard: int, keys: KeyArray) -> None:
         """Note that blocks are in use, wherever their bytes are used."""
@@ -253,6 +253,11 @@ class Store:
         """Return blocks that were accepted and could not be written; each is told once. Call it
         after a flush; see :meth:`~kvstore.writer.Writer.take_errors`."""
         return self.core.writer.take_errors(may_hear)
+
+    def keep_errors(self, errors: list[LateError]) -> None:
+        """Keep what :meth:`take_errors` returned for the next who asks: nobody has heard of it."""
+        writer = self.core.writer
+        writer.errors = [*errors, *writer.errors][-MAX_ERRORS:]
 
     def list_rows(
         self, namespace: Namespace | None, start: int, limit: int

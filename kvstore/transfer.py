@@ -1,8 +1,8 @@
 """Blocks on their way between a client and the daemon: large batches in parts, two at a time.
 
 While the daemon works on one part, the next one is already made here and sent, so that neither side
-waits for the other. A part goes through shared memory where there is some, and one that travels
-inline goes alone.
+waits for the other. A part goes through shared memory where there is some; one that has to travel
+inline begins when no other is under way.
 
 Standard library and numpy only: model servers import this module.
 """
@@ -10,9 +10,9 @@ Standard library and numpy only: model servers import this module.
 from __future__ import annotations
 
 from collections import deque
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -35,11 +35,24 @@ SMALL_BYTES = 256 << 10
 """Below this blocks travel inline: setting up rows would take longer than the copy they save."""
 
 
-class Part(Protocol):
-    """A part of a batch that is under way."""
+class Part:
+    """A part of a batch that is under way; its blocks are in ``extent``, or travel inline."""
+
+    def __init__(self, session: Session, part: slice, extent: Extent | None) -> None:
+        self.part = part
+        self._session = session
+        self._extent = extent
+        self._asked: Asked | None = None
 
     async def close(self) -> None:
         """Let go of it and of its memory, answered or not."""
+        try:
+            if self._asked is not None:
+                await self._session.drop(self._asked)
+        finally:
+            # Whoever waits for the daemon's word may be cancelled: it is given back all the same.
+            if self._extent is not None:
+                self._session.regions.release(self._extent)
 
 
 P = TypeVar("P", bound=Part)
@@ -65,8 +78,9 @@ async def overlapping(
             yield under_way[0]
             await under_way.popleft().close()
     finally:
-        while under_way:
-            await under_way.popleft().close()
+        async with AsyncExitStack() as rest:
+            for part in under_way:
+                rest.push_async_callback(part.close)
 
 
 async def lease(session: Session, call: Call, lengths: U32) -> Extent | None:
@@ -75,15 +89,12 @@ async def lease(session: Session, call: Call, lengths: U32) -> Extent | None:
     return None if total < SMALL_BYTES else await session.lease(total, call.limit)
 
 
-class Lookup:
-    """Keys that are looked up; the hits come into ``extent``, or inline without one."""
+class Lookup(Part):
+    """Keys that are looked up."""
 
     def __init__(self, session: Session, part: slice, extent: Extent | None) -> None:
-        self._session = session
-        self._part = part
-        self._extent = extent
+        super().__init__(session, part, extent)
         self._rows: Rows | None = None
-        self._asked: Asked | None = None
 
     @classmethod
     async def begin(
@@ -118,7 +129,7 @@ class Lookup:
 
     async def found(self) -> AsyncGenerator[Found, None]:
         """Yield what is found; its bytes are valid until the lookup is closed."""
-        start, count = self._part.start, self._part.stop - self._part.start
+        start, count = self.part.start, self.part.stop - self.part.start
         if self._asked is None:
             yield Found.none(start, count)
             return
@@ -132,15 +143,12 @@ class Lookup:
         if done < count:
             raise errors.ProtocolError("an answer for some of the keys only", "upgrade kvstore")
 
-    async def close(self) -> None:
-        if self._asked is not None:
-            await self._session.drop(self._asked)
-        if self._extent is not None:
-            self._session.regions.release(self._extent)
 
+class Upload(Part):
+    """Blocks that are put: rows of memory that is shared, or views that travel inline.
 
-class Upload:
-    """Blocks that are put: rows of memory that is shared, or ``views`` that travel inline."""
+    ``extent`` is None too where the rows are the caller's to give back.
+    """
 
     def __init__(
         self,
@@ -152,15 +160,12 @@ class Upload:
         blocks: list[memoryview] | Rows,
         extent: Extent | None = None,
     ) -> None:
-        self.part = part
-        self._session = session
+        super().__init__(session, part, extent)
         self._call = call
         self._names = names
         self._options = options
         self._blocks = blocks
-        self._extent = extent
         self._sums: U64 | None = None
-        self._asked: Asked | None = None
 
     @classmethod
     async def copy(
@@ -227,12 +232,6 @@ class Upload:
                 reply = await self._session.answer(await self._send(run))
                 answers[run] = requests.statuses(reply, run.stop - run.start)
         return answers
-
-    async def close(self) -> None:
-        if self._asked is not None:
-            await self._session.drop(self._asked)
-        if self._extent is not None:
-            self._session.regions.release(self._extent)
 
 
 async def put_all(

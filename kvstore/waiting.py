@@ -65,7 +65,7 @@ class Port(Protocol):
     """
 
     async def connect(self, address: Address, limit: float) -> socket.socket:
-        """Return a connected socket. Raises OSError, TimeoutError."""
+        """Return a connected socket. Raises OSError: BlockingIOError when the queue is full."""
 
     def attach(self, connection: Connection) -> None:
         """Take care of a new connection."""
@@ -147,8 +147,8 @@ class Threads:
         return True
 
     async def wait(self, connection: Connection, pending: Pending, limit: float) -> None:
-        turns = self._turns[connection]
         while not pending.ready:
+            turns = self._turns[connection]
             left = limit - time.monotonic()
             if left <= 0:
                 return
@@ -172,7 +172,9 @@ class Threads:
     @staticmethod
     def _lead(connection: Connection, pending: Pending, limit: float) -> None:
         while not pending.ready and (left := limit - time.monotonic()) > 0:
-            connection.watch(select.POLLIN, left)
+            # Requests that nobody waits for yet go on being sent too.
+            more = select.POLLOUT if connection.unsent() else 0
+            connection.watch(select.POLLIN | more, left)
 
     async def sleep(self, seconds: float) -> None:
         time.sleep(seconds)

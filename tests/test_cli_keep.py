@@ -8,6 +8,7 @@ import pty
 import re
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from kvstore.protocol import Op
 from tests.command import COMMAND, Daemon, Ran, run_command
 from tests.mounts import read_only
 from tests.stores import block, key
-from tests.talk import Talker, eventually, head
+from tests.talk import Talker, bare, eventually, head
 
 SIZE = 60_000
 RECORD = 65_536
@@ -296,6 +297,31 @@ def test_warm_stops_when_memory_is_full_of_it(tmp_path: Path) -> None:
         assert int(str(found["loaded"])) + int(str(found["skipped"])) == 256
     finally:
         assert daemon.stop() == 0
+
+
+def test_blocks_that_are_deleted_while_they_are_warmed_are_no_failures(tmp_path: Path) -> None:
+    names = [key(number) for number in range(100)]
+    warmed: list[dict[str, object]] = []
+    with bare(tmp_path) as daemon:
+        with Client(str(daemon.socket)) as client:
+            client.put_many(names, [block(n, 300_000) for n in range(100)], ack="written")
+        daemon.stop()
+        daemon.start()
+        with Client(str(daemon.socket)) as client, Client(str(daemon.socket)) as other:
+            daemon.shut()
+            asked = {"op": "warm", "keys": [name.hex() for name in names]}
+            warming = threading.Thread(target=lambda: warmed.append(client.admin(asked)))
+            warming.start()
+            eventually(daemon.inside)
+            deleting = threading.Thread(target=other.delete, args=(names,))
+            deleting.start()
+            eventually(lambda: not other.contains(names).any())
+            daemon.open()
+            warming.join()
+            deleting.join()
+    (told,) = warmed
+    assert (told["done"], told["failed"], told["bytes"]) == (100, 0, 0)
+    assert int(str(told["absent"])) > 50
 
 
 def test_warm_without_memory_says_so(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ import asyncio
 import gc
 import os
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -143,6 +145,23 @@ def test_a_system_without_memfd_gets_blocks_inline(
     assert whole(client.get_many(names)) == blocks
 
 
+@pytest.mark.parametrize("staging_bytes", [0, 4096, 256 * MIB])
+def test_many_blocks_are_got_at_once_where_no_memory_is_shared(
+    daemon: FakeDaemon, staging_bytes: int
+) -> None:
+    names, blocks = many(200, 1000)
+    with Client(daemon.address, staging_bytes=staging_bytes) as client:
+        client.put_many(names, blocks)
+        assert whole(client.get_many(names[:1])) == blocks[:1]
+        before = len(daemon.of(Op.STREAM_GET))
+        if staging_bytes == 256 * MIB:
+            with client.staging(staging_bytes):
+                assert whole(client.get_many(names)) == blocks
+        else:
+            assert whole(client.get_many(names)) == blocks
+        assert len(daemon.of(Op.STREAM_GET)) - before <= 4
+
+
 def test_batches_larger_than_a_request_are_cut(daemon: FakeDaemon, client: Client) -> None:
     names, blocks = many(PUT_BYTES // MIB + 20, MIB)
     client.put_many(names, blocks, chain=True, parent=b"top")
@@ -238,6 +257,22 @@ def test_staging_needs_no_copy(daemon: FakeDaemon, client: Client) -> None:
         slots[0][0]
     with pytest.raises(errors.UsageError):
         client.get_staged([key(1)] * 3, staging)
+
+
+@pytest.mark.parametrize("nbytes", [0, -5000])
+def test_no_less_than_a_byte_is_leased(client: Client, nbytes: int) -> None:
+    with pytest.raises(errors.UsageError, match="leased"), client.staging(nbytes):
+        pass
+    with client.staging(4096) as staging:
+        assert staging.nbytes == 4096
+
+
+@pytest.mark.parametrize("seconds", [-1, 1 << 32])
+def test_times_that_cannot_be_sent_are_refused(client: Client, seconds: int) -> None:
+    with pytest.raises(errors.UsageError, match="time"):
+        client.contains([key(1)], lease=seconds)
+    with pytest.raises(errors.UsageError, match="time"):
+        client.pin([key(1)], seconds)
 
 
 def test_there_is_no_staging_over_tcp() -> None:
@@ -437,6 +472,30 @@ def test_sending_and_receiving_more_than_the_sockets_hold_does_not_lock(
 
 
 # -- late, lost and wrong answers -----------------------------------------------------------------
+
+
+def test_the_next_part_is_sent_wholly_while_one_waits_for_the_first(
+    daemon: FakeDaemon, client: Client
+) -> None:
+    def script(asked: Asked) -> bool:
+        """Answer the first part when the second one is there."""
+        if asked.frame.op != Op.PUT:
+            return False
+        first, *others = daemon.of(Op.PUT)
+        if others:
+            daemon.serve(first)
+        else:
+            time.sleep(0.5)  # nothing is read: the socket takes a part of the next frame
+        return not others
+
+    client.status()
+    connection = client._operations._session._connection
+    assert connection is not None
+    connection._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 32768)
+    names = [number.to_bytes(64, "big") for number in range(8192)]
+    daemon.script = script
+    assert not client.put_many(names, [b"block"] * len(names)).any()
+    assert len(daemon.of(Op.PUT)) == 2
 
 
 def test_a_cancel_that_is_confirmed_costs_no_memory(daemon: FakeDaemon, client: Client) -> None:
@@ -733,6 +792,36 @@ def test_nobody_listens(tmp_path: Path) -> None:
         client.status()
 
 
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_full_queue_is_waited_for(tmp_path: Path, blocking: bool) -> None:
+    path = tmp_path / "full"
+    with socket.socket(socket.AF_UNIX) as listener, ExitStack() as others:
+        listener.bind(str(path))
+        listener.listen(0)
+        with suppress(BlockingIOError):
+            while True:
+                other = others.enter_context(socket.socket(socket.AF_UNIX))
+                other.setblocking(False)
+                other.connect(str(path))
+
+        async def ask() -> None:
+            async with AsyncClient(str(path), timeout=0.5) as client:
+                await client.status()
+
+        began = time.monotonic()
+        with pytest.raises(errors.DaemonUnavailable, match="no daemon answers"):
+            Client(str(path), timeout=0.5).status() if blocking else asyncio.run(ask())
+        assert time.monotonic() - began > 0.3
+        accepted: list[Any] = []
+        accepting = threading.Timer(0.2, lambda: accepted.append(listener.accept()))
+        accepting.start()
+        # Connected this time, and not answered.
+        with pytest.raises(errors.DeadlineExceeded):
+            Client(str(path), timeout=0.6).status() if blocking else asyncio.run(ask())
+        accepting.join()
+        others.enter_context(accepted[0][0])
+
+
 def test_a_daemon_that_never_says_hello_is_given_up(daemon: FakeDaemon) -> None:
     daemon.script = lambda asked: True
     begun = time.monotonic()
@@ -853,29 +942,6 @@ def test_blocks_that_stay_busy_are_told(daemon: FakeDaemon, client: Client) -> N
     with pytest.raises(errors.Busy):
         client.put(key(1), b"x", timeout=0.2)
     assert client.put_many([key(1)], [b"x"], timeout=0.2).tolist() == [BlockStatus.BUSY]
-
-
-def test_busy_gets_are_repeated(daemon: FakeDaemon, client: Client) -> None:
-    names, blocks = many(3, 300_000)
-    client.put_many(names, blocks)
-    client.get_many(names)
-    refusals = iter([True, True, False] * 3)
-
-    def script(asked: Asked) -> bool:
-        if asked.frame.op not in (Op.GET, Op.STREAM_GET) or not next(refusals, False):
-            return False
-        found = [
-            block if n != 1 else BlockStatus.BUSY for n, block in enumerate(daemon.find(asked))
-        ]
-        daemon.reply(asked, found if len(found) > 1 else [BlockStatus.BUSY])
-        return True
-
-    daemon.script = script
-    assert whole(client.get_many(names)) == blocks
-    buffers = [bytearray(300_000) for _ in names]
-    assert not client.get_into(names, buffers).any()
-    assert buffers == blocks
-    assert [bytes(view or b"") for _, _, view in client.stream_get(names)] == blocks
 
 
 @pytest.mark.parametrize("size", [100, MIB])
@@ -1034,6 +1100,31 @@ def test_a_child_process_talks_on_its_own(daemon: FakeDaemon, client: Client) ->
     assert len({id(one.peer) for one in daemon.of(Op.REGISTER)}) == 2
 
 
+@pytest.mark.parametrize("going_on", [True, False])
+def test_a_child_process_cannot_go_on_with_a_stream_of_its_parent(
+    daemon: FakeDaemon, client: Client, going_on: bool
+) -> None:
+    # Three parts, for their lengths are not known: one is under way while another is read.
+    names, blocks = many(150, 5000)
+    client.put_many(names, blocks)
+    stream = client.stream_get(names)
+    next(stream)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            if going_on:
+                with pytest.raises(errors.DaemonUnavailable, match="another process"):
+                    list(stream)
+            else:
+                stream.close()
+            code = 0 if whole(client.get_many(names[:2])) == blocks[:2] else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert sum(status == BlockStatus.OK for _, status, _ in stream) == 149
+
+
 def test_a_client_gives_its_descriptors_back(daemon: FakeDaemon) -> None:
     names, blocks = many(2, MIB)
 
@@ -1136,6 +1227,29 @@ def test_a_cancelled_task_cancels_its_request(daemon: FakeDaemon, confirm: bool)
 
             daemon.script = script
             assert whole(await client.get_many(names)) == blocks
+
+    asyncio.run(act())
+
+
+def test_a_task_that_is_cancelled_again_and_again_leases_nothing_for_ever(
+    daemon: FakeDaemon,
+) -> None:
+    names, blocks = many(9, 8 * MIB)
+
+    async def act() -> None:
+        async with AsyncClient(daemon.address) as client:
+            daemon.script = silent(Op.PUT, confirm=False)
+            task = asyncio.create_task(client.put_many(names, blocks))
+            while len(daemon.of(Op.PUT)) < 2:
+                await asyncio.sleep(0.01)
+            while not task.done():
+                task.cancel()
+                await asyncio.sleep(0.05)
+            daemon.script = None
+            for cancel in daemon.of(Op.CANCEL):
+                daemon.serve(cancel)
+            await client.get(names[0])
+            assert client._session.regions.abandoned == 0
 
     asyncio.run(act())
 

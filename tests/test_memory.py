@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from kvstore import service
 from kvstore.answers import Ack, BlockStatus
 from kvstore.backends.base import Status
 from kvstore.columns import DIRTY, DISK, MEM
 from kvstore.errors import EngineError
 from kvstore.keys import key_array
 from kvstore.record import payload_checksum
+from kvstore.store import Store
 from kvstore.testing import Fault, FaultyEngine
+from kvstore.wire import Gone
+from kvstore.writer import LateError
 from tests.stores import MIB, Local, block, key
 
 OK = BlockStatus.OK
@@ -197,6 +203,33 @@ def test_a_block_deleted_while_it_is_written_does_not_stay(local: Local) -> None
     assert removals[1].done
     assert local.contains([key(1), key(2)]) == [False, True]
     assert len(local.files()) == 1
+
+
+def test_late_errors_are_kept_for_the_next_who_asks_if_the_first_has_gone(local: Local) -> None:
+    errors = [LateError("00" * 16, 0, "ab", "the disk failed")]
+    local.core.writer.errors = errors
+
+    class Asked:
+        """A flush whose client has gone by the time of the answer."""
+
+        connection = SimpleNamespace(may_hear_of=lambda _: True)
+
+        def __init__(self) -> None:
+            self.server = self
+
+        async def store(self) -> Store:
+            return local.store
+
+        async def flush(self, store: Store, may_hear: Callable[[str], bool]) -> list[LateError]:
+            return store.take_errors(may_hear)
+
+        async def answer(self, _: bytes) -> None:
+            assert not local.core.writer.errors
+            raise Gone
+
+    with pytest.raises(Gone):
+        asyncio.run(service.flush(Asked()))  # type: ignore[arg-type]
+    assert local.store.take_errors() == errors
 
 
 def test_late_errors_name_the_keys(local: Local) -> None:

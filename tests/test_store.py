@@ -14,6 +14,7 @@ from kvstore.backends.filesystem import FilesystemEngine
 from kvstore.batch import PutRequest
 from kvstore.errors import Busy, EngineError, InvalidKey, ReadOnly
 from kvstore.keys import key_array, named
+from kvstore.service import MAX_LEASE_MS
 from kvstore.slab import Extent
 from tests.stores import MIB, Local, block, key
 
@@ -408,3 +409,11 @@ def test_received_payloads_need_no_further_memory(tmp_path: Path, memory: int) -
     names[2:3] = []
     assert local.get(names) == blocks
     local.stop()
+
+
+def test_a_lease_lasts_as_long_as_clients_are_told_it_may(local: Local) -> None:
+    local.put([key(1)], [block(1)])
+    local.store.contains(local.namespace, 0, key_array([key(1)]), MAX_LEASE_MS / 1000)
+    row, now = local.core.index.rows_of(None), local.core.clock.seconds()
+    assert not local.core.index.evictable(row, now + MAX_LEASE_MS / 1000 - 5)[0]
+    assert local.core.index.evictable(row, now + MAX_LEASE_MS / 1000 + 5)[0]

@@ -9,6 +9,7 @@ import pytest
 
 from kvstore.answers import Ack, BlockStatus
 from kvstore.batch import PutRequest
+from kvstore.errors import Busy
 from kvstore.keys import key_array
 from kvstore.removal import discard
 from tests.stores import MIB, Local, block, key
@@ -158,4 +159,27 @@ def test_a_put_waits_for_the_one_that_has_a_row_now(tmp_path: Path) -> None:
     assert answered
     assert joined.statuses.tolist() == [BlockStatus.OK]
     assert local.get([key(2)]) == [block(2)]
+    local.kill()
+
+
+def test_a_put_that_found_no_memory_waits_for_nobody(tmp_path: Path) -> None:
+    local = Local(tmp_path / "store", memory_bytes=16 * MIB)
+    writer = local.core.writer
+    writer._writing += 2
+    known = local.begin_put([key(1)], [block(1)], level=Ack.ACCEPTED)
+    known.perform()
+    local.store.finish(known)
+    writer._rate = 1.0  # nothing more may become dirty, so that what comes goes around the tier ...
+    taken = local.core.bounce.allocate([local.core.bounce.capacity])  # ... where there is no room
+    for _ in range(3):
+        with pytest.raises(Busy):
+            local.begin_put([key(1), key(2)], [block(1), block(2)], level=Ack.WRITTEN)
+    assert not writer._watches
+    local.core.bounce.release(taken)
+    go_on(local)
+    local.store.run_chores()
+    assert local.put([key(1), key(2)], [block(1), block(2)]) == [
+        BlockStatus.ALREADY_PRESENT,
+        BlockStatus.OK,
+    ]
     local.kill()
