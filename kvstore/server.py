@@ -420,6 +420,8 @@ class Server:
         answered = self._loop.create_future()
         task = self.start(job)
         job.when_answered(partial(_mark, answered))
+        # A fault in bringing it home would leave it without an answer for ever.
+        task.add_done_callback(lambda task: _mark(answered) if task.exception() else None)
         await self.settled([task, answered])
         task.result()
         if job.failure is not None:
