@@ -130,7 +130,7 @@ def test_evict_by_age_and_namespace(daemon: Daemon) -> None:
     # Whoever uses a block uses what it follows: nothing of the chain is old any more.
     daemon.run("get", key(2).hex())
     assert not named_keys(daemon.run("evict", "--older-than", "6s", "-n")) & keys([0, 1, 2])
-    assert daemon.run("evict", "--namespace", DEFAULT).code == 0
+    assert daemon.run("evict", "--namespace", DEFAULT, "-y").code == 0
     assert daemon.run("evict", "--namespace", "nowhere").code == 4
     assert daemon.run("evict", "--chain", "dead").code == 4
 
@@ -174,9 +174,11 @@ def test_an_unknown_namespace_is_named_as_it_was_written(daemon: Daemon, command
     assert "namespace 'llama' " in ran.stderr
 
 
-def test_evict_all_asks(daemon: Daemon) -> None:
+@pytest.mark.parametrize("sweep", [["--all"], ["--namespace", "default"]])
+def test_evict_asks_before_it_sweeps(daemon: Daemon, sweep: list[str]) -> None:
     chain(daemon, range(3))
-    ran = daemon.run("evict", "--all")
+    assert daemon.run("evict", *sweep, "-n").code == 0
+    ran = daemon.run("evict", *sweep)
     assert ran.code == 2
     assert "3 blocks, 192 KiB" in ran.stderr
     assert "--yes" in ran.stderr
@@ -184,7 +186,7 @@ def test_evict_all_asks(daemon: Daemon) -> None:
         leader, follower = pty.openpty()
         try:
             os.write(leader, f"{answer}\n".encode())
-            command = [str(COMMAND), "--socket", str(daemon.socket), "evict", "--all"]
+            command = [str(COMMAND), "--socket", str(daemon.socket), "evict", *sweep]
             done = subprocess.run(command, stdin=follower, capture_output=True, timeout=60)
         finally:
             os.close(leader)
@@ -240,6 +242,26 @@ def test_evict_ends_at_ctrl_c_and_tells_what_it_did(tmp_path: Path) -> None:
 
 
 # -- warm -----------------------------------------------------------------------------------------
+
+
+def test_warm_ends_at_ctrl_c_and_tells_what_it_did(daemon: Daemon, tmp_path: Path) -> None:
+    chain(daemon, range(20))
+    (tmp_path / "names").write_bytes(daemon.run("list").stdout)
+    daemon.stop()
+    daemon.start()
+    slow = ["warm", "--from", str(tmp_path / "names"), "--rate", "64KiB/s", "--json"]
+    command = [str(COMMAND), "--socket", str(daemon.socket), *slow]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert eventually(lambda: int(str(daemon.status()["memory_blocks"])) > 1, 30)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert json.loads(err)["error"] == "Interrupted"
+    told = json.loads(out)
+    assert told["interrupted"] is True
+    assert 1 <= told["loaded"] < 20
 
 
 def read_bytes(daemon: Daemon) -> int:

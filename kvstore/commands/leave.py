@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     cls=Command,
     example=(
         "kvstore evict --to-size 300GiB -n\nkvstore evict --older-than 30d\n"
-        "kvstore evict --subtree 00ff12ab\nkvstore evict --namespace llama --all -y"
+        "kvstore evict --subtree 00ff12ab\nkvstore evict --namespace llama -y"
     ),
     exits=online(
         e0="all that was asked for is gone",
@@ -70,16 +70,19 @@ def evict(
     first block that another chain shares; a KEY that others follow needs --subtree. A KEY may be
     abbreviated to 8 hex digits and is looked for in the namespace "default", or in --namespace.
 
+    A namespace alone means all of it, and is asked about as --all is.
+
     Blocks that are pinned, or in use, stay. -n prints the blocks that would go, a line each as list
     does; with --json both ways of running name them.
     """
     asked = _evict_request(to_size, older_than, chain or subtree, namespace, shard)
     _check_choice(asked, chain, subtree, shard, everything=everything)
+    sweeping = everything or set(asked) == {"namespace"}
     flags = {"chain": bool(chain), "subtree": bool(subtree), "all": everything}
     asked = {"op": "evict", **asked, **{name: True for name, given in flags.items() if given}}
     with call.client() as client:
         require(client, namespace)
-        if everything and not dry_run:
+        if sweeping and not dry_run:
             _confirm(call, client, asked, yes=yes)
         return _evict(call, client, {**asked, "dry_run": dry_run})
 
@@ -136,7 +139,7 @@ def _check_choice(
 
 
 def _confirm(call: Call, client: Client, asked: Mapping[str, Any], *, yes: bool) -> None:
-    """Tell what --all is about to do, and ask."""
+    """Tell how much would go, and ask."""
     from kvstore import render
 
     if yes:
