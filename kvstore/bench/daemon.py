@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +30,7 @@ READY_LIMIT = 60.0
 STOP_LIMIT = 70.0
 _C_LIBRARY = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
-OURS = {"store", "kv.sock", "daemon.log", "tables"}
+OURS = {"store", "daemon.log", "tables"}
 
 
 class Daemon:
@@ -54,6 +55,8 @@ class Daemon:
             *("--memory", str(memory), "--min-free", str(SPARE_BYTES // 2), *options),
         ]
         self._timeout = timeout
+        # Not in ``folder``: the path of a socket may have 107 bytes only.
+        self._socket_folder = tempfile.TemporaryDirectory(prefix="kvstore-")
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -61,6 +64,7 @@ class Daemon:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+        self._socket_folder.cleanup()
 
     @property
     def store(self) -> Path:
@@ -68,9 +72,7 @@ class Daemon:
 
     @property
     def socket(self) -> str:
-        # Relative where it can be: the path of a socket may have 107 bytes only.
-        path = self._folder / "kv.sock"
-        return os.path.relpath(path) if len(os.fsencode(path.absolute())) > 100 else str(path)
+        return f"{self._socket_folder.name}/kv.sock"
 
     @property
     def advice(self) -> str:
