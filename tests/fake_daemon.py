@@ -33,6 +33,7 @@ class Asked:
     meta: bytes
     payload: bytes
     peer: Peer
+    answered: bool = False
 
     @property
     def keys(self) -> list[bytes]:
@@ -50,6 +51,7 @@ class Asked:
         frame = Frame(self.frame.op if op is None else op, request=self.frame.request)
         frame = replace(frame, count=self.frame.count)
         frame = replace(frame, **header, meta_bytes=len(meta), payload_bytes=len(payload))
+        self.answered = not frame.flags & Flag.MORE
         self.peer.send(frame.pack() + meta + payload)
 
     def fail(self, error: errors.KVStoreError) -> None:
@@ -102,6 +104,7 @@ class FakeDaemon:
         self.script: Callable[[Asked], object] | None = None
         self.takes_regions = True
         self.checksum: str | None = "xxh3-64"
+        self.limits: dict[str, int] = {}
         self.body = subprocess.Popen(["sleep", "600"])
         if path is None:
             self._listener = socket.create_server(("127.0.0.1", 0))
@@ -182,7 +185,8 @@ class FakeDaemon:
         act(asked, *([fds] if asked.frame.op == Op.REGISTER else []))
 
     def _hello(self, asked: Asked) -> None:
-        meta = protocol.dump({"version": protocol.VERSION, "checksum": self.checksum})
+        hello = {"version": protocol.VERSION, "checksum": self.checksum, "limits": self.limits}
+        meta = protocol.dump(hello)
         frame = replace(asked.frame, meta_bytes=len(meta), flags=0)
         fds = []
         if asked.peer.sock.family == socket.AF_UNIX:
@@ -302,7 +306,7 @@ class FakeDaemon:
         target = int.from_bytes(asked.meta, "little")
         for other in self.asked:
             if other.frame.request == target and other.peer is asked.peer:
-                if other.frame.op != Op.SUBSCRIBE:
+                if other.frame.op != Op.SUBSCRIBE and not other.answered:
                     other.fail(errors.Cancelled("cancelled", ""))
                 asked.answer()
 

@@ -24,8 +24,7 @@ from kvstore.aclient import AsyncClient
 from kvstore.answers import Ack, BlockStatus
 from kvstore.client import Client, connect
 from kvstore.keys import named
-from kvstore.protocol import Flag, Meta, Op
-from kvstore.requests import PUT_BYTES
+from kvstore.protocol import PUT_BYTES, Flag, Meta, Op
 from kvstore.waiting import Address
 from tests.fake_daemon import Asked, FakeDaemon
 from tests.talk import eventually
@@ -169,6 +168,20 @@ def test_batches_larger_than_a_request_are_cut(daemon: FakeDaemon, client: Clien
     assert sum(one.frame.count for one in asked) == len(names)
     assert len(asked) == 2
     assert whole(client.get_many(names)) == blocks
+
+
+def test_a_daemon_may_ask_for_larger_puts_through_a_region(
+    daemon: FakeDaemon, client: Client
+) -> None:
+    daemon.limits = {"put_bytes": 3 * PUT_BYTES}
+    count = 4 * PUT_BYTES // (2 * MIB)
+    names, _ = many(count, 1)
+    with client.staging(2 * MIB * count) as staging:
+        for slot in staging.slots([2 * MIB] * count):
+            slot[:1] = b"x"
+        assert not client.put_staged(names, staging).any()
+    sizes = [2 * one.frame.count for one in daemon.of(Op.PUT)]
+    assert sizes == [30, 94, 4]
 
 
 @pytest.mark.parametrize("chain", [True, False])
@@ -505,9 +518,8 @@ def test_a_cancel_that_is_confirmed_costs_no_memory(daemon: FakeDaemon, client: 
     begun = time.monotonic()
     with pytest.raises(errors.DeadlineExceeded):
         client.get_many(names, timeout=0.2)
-    assert time.monotonic() - begun < 0.6
-    cancelled = int.from_bytes(daemon.of(Op.CANCEL)[0].meta, "little")
-    assert cancelled == daemon.of(Op.STREAM_GET)[-1].frame.request
+    assert time.monotonic() - begun < 2
+    assert cancelled(daemon) == {daemon.of(Op.STREAM_GET)[-1].frame.request}
     daemon.script = None
     assert whole(client.get_many(names)) == blocks
     assert client._operations._session.regions.abandoned == 0
@@ -552,6 +564,11 @@ def test_late_writes_reach_no_memory_that_is_used_again(daemon: FakeDaemon, clie
             staging.view[:] = bytes(40 * MIB)
             scribble(late)
             assert not np.frombuffer(staging.view, np.uint8).any()
+
+
+def cancelled(daemon: FakeDaemon) -> set[int]:
+    """Return the requests that the daemon was asked to cancel."""
+    return {int.from_bytes(one.meta, "little") for one in daemon.of(Op.CANCEL)}
 
 
 def exhaust(daemon: FakeDaemon, client: Client) -> None:
@@ -634,13 +651,17 @@ def test_a_late_confirmation_ends_a_loss(daemon: FakeDaemon, client: Client) -> 
     exhaust(daemon, client)
     assert whole(client.get_many(names)) == [None, None]
     daemon.script = None
+    gets = {one.frame.request for one in daemon.of(Op.STREAM_GET)}
+    assert eventually(lambda: gets <= cancelled(daemon))
     for cancel in daemon.of(Op.CANCEL):
         daemon.serve(cancel)
     assert whole(client.get_many(names)) == blocks
-    assert client._operations._session.regions.abandoned == 0
+    regions = client._operations._session.regions
+    regions.sweep()  # what was confirmed while the get waited
+    assert regions.abandoned == 0
     lost = {one.frame.region for one in daemon.of(Op.STREAM_GET)[:-1]}
     assert daemon.of(Op.STREAM_GET)[-1].frame.region not in lost
-    assert {one.frame.region for one in daemon.of(Op.UNREGISTER)} == lost
+    assert {one.frame.region for one in daemon.of(Op.UNREGISTER)} >= lost
 
 
 def test_a_refused_cancel_confirms_nothing(daemon: FakeDaemon, client: Client) -> None:
