@@ -8,6 +8,7 @@ memory where there is room.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,13 +18,13 @@ from kvstore.answers import BlockStatus
 from kvstore.backends.base import Blocks, Status
 from kvstore.errors import Busy
 from kvstore.index import DISK, MEM, UNSYNCED
-from kvstore.job import Job
+from kvstore.job import Job, shares
 from kvstore.keys import KeyArray, space_number
 from kvstore.record import Verdict
 from kvstore.removal import discard
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvstore.backends.base import U8, U32, U64
     from kvstore.core import Core
@@ -132,18 +133,23 @@ class Get(Job):
         """Do no more than the piece under way; what was not reached is a miss."""
         self._cancelled = True
 
-    # -- run: in a worker -------------------------------------------------------------------------
+    # -- run: in workers --------------------------------------------------------------------------
 
-    def run(self) -> None:
-        ends = np.cumsum(self._filled)
-        start = 0
+    def acts(self) -> list[Callable[[], None]]:
+        nbytes = int(self._filled.sum())
+        return [partial(self._bring, share) for share in shares(len(self.hits), nbytes)]
+
+    def _bring(self, share: range) -> None:
+        """Read, verify and copy some of the blocks, piece by piece."""
+        ends = np.cumsum(self._filled[share.start : share.stop])
+        start = base = 0
         while start < len(ends) and not self._cancelled:
-            base = int(ends[start - 1]) if start else 0
             stop = max(start + 1, int(np.searchsorted(ends, base + _PIECE_BYTES, "right")))
-            self._fetch(np.arange(start, stop))
-            for number in range(start, stop):
+            piece = np.arange(share.start + start, share.start + stop)
+            self._fetch(piece)
+            for number in piece.tolist():
                 self._verify(number)
-            start = stop
+            start, base = stop, int(ends[stop - 1])
 
     def _fetch(self, numbers: np.ndarray) -> None:
         """Read what is not in memory already."""
