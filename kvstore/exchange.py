@@ -98,6 +98,7 @@ class Connection:
         self.peer = peer
         self.shares_memory = sock.family == socket.AF_UNIX
         self.checksums = False
+        self.put_bytes = protocol.PUT_BYTES
         self.witness = Witness()
         self.handles: dict[int, int] = {}
         """The client's numbers of namespaces -> the daemon's handles on this connection."""

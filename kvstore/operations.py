@@ -160,7 +160,8 @@ class Operations(Questions):
         views = requests.payloads(names, blocks)
 
         begin = partial(Upload.copy, self._session, call, names, options, views)
-        return await put_all([len(view) for view in views], options, begin)
+        parts = requests.put_parts([len(view) for view in views])
+        return await put_all(len(views), parts, options, begin)
 
     put_from = put_many
     """The same; the counterpart of :meth:`get_into`."""
@@ -179,7 +180,9 @@ class Operations(Questions):
             mine = rows.take(part)
             return await Upload(self._session, call, names, options, part, mine).begin()
 
-        return await put_all(rows.lengths.tolist(), options, begin)
+        most = (await self._session.connection(call.limit)).put_bytes
+        parts = requests.put_parts(rows.lengths.tolist(), most)
+        return await put_all(len(names), parts, options, begin)
 
     # -- get --------------------------------------------------------------------------------------
 

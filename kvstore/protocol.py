@@ -81,6 +81,9 @@ MAX_ADMIN_BYTES = 128 << 10
 MAX_PAYLOAD_BYTES = MAX_BLOCK_BYTES
 """At most this many payload bytes in one frame; a client splits larger batches."""
 MAX_KEYS = 65_536
+PUT_BYTES, MOST_PUT_BYTES = 32 << 20, 96 << 20
+"""What the blocks of one put should take in the daemon's memory, header pages included: so much if
+it says nothing else, and the most that it ever asks for."""
 MAX_REGION_BYTES = 256 << 20
 DEFAULT_HANDLE = 0
 INLINE = 0

@@ -39,8 +39,6 @@ U64 = npt.NDArray[np.uint64]
 CAN_CHECK = xxhash is not None
 CHECKSUM = "xxh3-64"
 """The name under which a daemon says that it checks what we compute."""
-PUT_BYTES = 32 << 20
-"""What the blocks of one put may take in the daemon's memory; larger batches become several."""
 GET_BYTES = 128 << 20
 """What the blocks of one get may take in memory that is shared."""
 _PAGE = 4096
@@ -382,20 +380,27 @@ def batches(count: int) -> Iterator[slice]:
         yield slice(start, min(start + protocol.MAX_KEYS, count))
 
 
-def put_parts(lengths: Sequence[int]) -> Iterator[slice]:
-    """Cut a batch into runs that one put carries; one block always fits."""
+def put_parts(lengths: Sequence[int], most: int = protocol.PUT_BYTES) -> Iterator[slice]:
+    """Cut a batch into runs that one put carries, of ``most`` bytes; one block always fits.
+
+    The first run has no more than PUT_BYTES, so that the daemon begins early.
+    """
     # What a block takes in the daemon's memory: whole pages, and one for its header.
-    return _parts([pages(length) + _PAGE for length in lengths], PUT_BYTES)
+    return _parts(
+        [pages(length) + _PAGE for length in lengths], most, min(most, protocol.PUT_BYTES)
+    )
 
 
 def get_parts(capacities: Sequence[int], limit: int) -> Iterator[slice]:
     """Cut a batch into runs that one get asks for, into ``limit`` bytes; one block always fits."""
-    return _parts([pages(capacity) for capacity in capacities], min(limit, GET_BYTES))
+    most = min(limit, GET_BYTES)
+    return _parts([pages(capacity) for capacity in capacities], most, most)
 
 
-def _parts(sizes: list[int], limit: int) -> Iterator[slice]:
+def _parts(sizes: list[int], most: int, first: int) -> Iterator[slice]:
     start = total = 0
     for number, size in enumerate(sizes):
+        limit = most if start else first
         full = total + size > limit or number - start >= protocol.MAX_KEYS
         if number > start and full:
             yield slice(start, number)

@@ -68,6 +68,7 @@ def limits(request: Request) -> dict[str, int]:
         "json_bytes": protocol.MAX_ADMIN_BYTES,
         "payload_bytes": protocol.MAX_PAYLOAD_BYTES,
         "block_bytes": MAX_BLOCK_BYTES,
+        "put_bytes": _put_bytes(settings.options.memory_bytes),
         "region_bytes": protocol.MAX_REGION_BYTES if local else 0,
         "regions_bytes": settings.max_client_regions if local else 0,
         "regions": MAX_REGIONS if local else 0,
@@ -76,6 +77,12 @@ def limits(request: Request) -> dict[str, int]:
         "pin_seconds": _pin_limit(request),
         "patience_ms": int(settings.request_timeout * 1000),
     }
+
+
+def _put_bytes(memory: int) -> int:
+    """Return how much one put should bring through a region: more at a time costs less, if it is
+    sure to find room."""
+    return min(max(memory // 8, protocol.PUT_BYTES), protocol.MOST_PUT_BYTES)
 
 
 def _pin_limit(request: Request) -> int:

@@ -140,6 +140,9 @@ class Session:
             connection.greeted()
             answer = reply.meta.json()
             connection.checksums = self._check and answer.get("checksum") == CHECKSUM
+            limits = answer.get("limits")
+            if isinstance(limits, dict):
+                connection.put_bytes = limits.get("put_bytes", protocol.PUT_BYTES)
         except BaseException:
             connection.close()
             raise

@@ -235,18 +235,19 @@ class Upload(Part):
 
 
 async def put_all(
-    lengths: list[int],
+    count: int,
+    parts: Iterable[slice],
     options: PutOptions,
     begin: Callable[[slice, bool], Awaitable[Upload | None]],
 ) -> U8:
-    """Put a batch part by part; return all answers.
+    """Put a batch of ``count`` blocks part by part; return all answers.
 
     What follows a block of a chain that is not there could never be reached: it would only push out
     the beginning of its own chain. So behind the part with the gap no other one is sent.
     """
-    answers = np.zeros(len(lengths), np.uint8)
+    answers = np.zeros(count, np.uint8)
     reached = 0
-    async with aclosing(overlapping(requests.put_parts(lengths), begin)) as uploads:
+    async with aclosing(overlapping(parts, begin)) as uploads:
         async for upload in uploads:
             answers[upload.part] = await upload.answers()
             reached = upload.part.stop
