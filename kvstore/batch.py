@@ -15,10 +15,11 @@ import numpy as np
 
 from kvstore import events, record, versions
 from kvstore.answers import Ack, BlockStatus
+from kvstore.backends.base import Blocks
+from kvstore.entry import Entry
 from kvstore.index import NONE
 from kvstore.job import shares
 from kvstore.keys import KeyArray, key_array, space_number
-from kvstore.writer import Entry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -160,12 +161,19 @@ class Batch:
 
     def describe(self) -> None:
         """Describe the versions for engine and journal, once links and stamps are what they are."""
-        core, index = self._core, self._core.index
+        core, request = self._core, self._request
         kind = events.Kind.BEGIN
-        self.begins = versions.records(index, core.namespaces, self.rows, kind)
+        self.begins = versions.records(core.index, core.namespaces, self.rows, kind)
         self.begins["generation"] = self._generations
-        self.begins["length"] = self._request.lengths[self.positions]
-        self._blocks = versions.blocks_of(self.begins)[0]
+        self.begins["length"] = request.lengths[self.positions]
+        self._blocks = Blocks(
+            request.namespace.id,
+            request.shard,
+            request.keys[self.positions],
+            request.lengths[self.positions],
+            self._generations,
+            np.zeros(len(self.positions), np.uint64),
+        )
 
     def undo(self, put: Put) -> None:
         """Give back what :meth:`begin` took, as far as it came."""

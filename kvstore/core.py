@@ -152,6 +152,8 @@ class Core:
     writing: dict[int, Put] = field(default_factory=dict)
     """The put that is bringing a row's version, until memory or the engine has it."""
     chores: deque[Job] = field(default_factory=deque)
+    timer: Callable[[float, Callable[[], None]], object] | None = None
+    """Calls back on the owner thread in so many seconds, where somebody is there to do it."""
     active: set[Job] = field(default_factory=set)
     touched: list[U32] = field(default_factory=list)
     _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
@@ -262,6 +264,8 @@ class Core:
         Those that somebody is reading stay. Returns whether there was one to drop.
         """
         stranded = (self.index.flags[rows] & (MEM | DISK | DIRTY)) == MEM
+        if not stranded.any():
+            return False
         rows = np.unique(rows[stranded & (self.index.references[rows] == 0)])
         if not len(rows):
             return False
@@ -307,7 +311,7 @@ class Core:
         """Number the events of each namespace, whether somebody watches or not: a client that comes
         back sees by the number whether it missed some."""
         numbers = self.index.spaces[rows] >> 16
-        for number in np.unique(numbers).tolist():
+        for number in set(numbers.tolist()):
             mine = rows[numbers == number]
             first = self.sequences.get(number, 1)
             self.sequences[number] = first + len(mine)

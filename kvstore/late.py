@@ -18,7 +18,7 @@ from kvstore.columns import DIRTY, DISK, GHOST, NONE, U32, WRITING, Bools
 
 if TYPE_CHECKING:
     from kvstore.core import Core
-    from kvstore.writer import Entry
+    from kvstore.entry import Entry
 
 Admission = Callable[[U32], Bools]
 """Told rows that are only in memory, returns which of them are worth a write."""
@@ -30,7 +30,7 @@ def admit_all(rows: U32) -> Bools:
 
 
 class Late:
-    """Entries that wait, in the order in which they came; see :class:`kvstore.writer.Entry`.
+    """Entries that wait, in the order in which they came; see :class:`kvstore.entry.Entry`.
 
     ``max_age`` in seconds; None = nothing waits (``write = through``). Owner thread only.
     """

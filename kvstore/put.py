@@ -17,11 +17,11 @@ import numpy as np
 from kvstore import record
 from kvstore.answers import Ack, BlockStatus
 from kvstore.batch import Batch
+from kvstore.entry import Waiter
 from kvstore.errors import InvalidKey, KVStoreError, ReadOnly
 from kvstore.index import DIRTY, DISK, DURABLE, GHOST, NONE, WRITING
 from kvstore.job import Job
 from kvstore.keys import check_block_length, space_number
-from kvstore.writer import Waiter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -145,22 +145,14 @@ class Put(Job, Waiter):
 
     def _first_of_each(self, positions: Positions) -> Positions:
         """Leave out later copies of a key that this batch itself brings; they join the first."""
-        if len(positions) < 2:
+        keys = [key.tobytes() for key in self._request.keys[positions]]
+        if len(set(keys)) == len(keys):
             return positions
-        keys = np.ascontiguousarray(self._request.keys[positions])
-        _, first, inverse = np.unique(
-            keys.view(np.dtype((np.void, keys.shape[1]))).ravel(),
-            return_index=True,
-            return_inverse=True,
-        )
-        leaders = positions[first[inverse]]
-        later = leaders != positions
-        for leader, position in zip(
-            leaders[later].tolist(), positions[later].tolist(), strict=True
-        ):
-            self._copies.setdefault(leader, []).append(position)
-        kept: Positions = positions[~later]
-        return kept
+        leaders: dict[bytes, int] = {}
+        for key, position in zip(keys, positions.tolist(), strict=True):
+            if leaders.setdefault(key, position) != position:
+                self._copies.setdefault(leaders[key], []).append(position)
+        return np.array(list(leaders.values()))
 
     def _bring(self, new: Positions, renewed: Positions, rows: U32) -> None:
         """Make batches: new blocks through memory as far as there is room, the rest around it."""

@@ -177,6 +177,7 @@ class Server:
         if store is None:
             return
         self._store = store
+        store.core.timer = self._call_later
         self._is_open.set()
         self.dispatch()
         self._supervisor.ready(store.status())
@@ -242,6 +243,7 @@ class Server:
                 while self._tasks:
                     await asyncio.wait(set(self._tasks))
                 if self._store is not None:
+                    self._store.core.timer = None  # a worker has the store now, and writes all
                     await self.in_worker(self._store.drain)
         except TimeoutError:
             # Workers may still write. The lock must not go before they do, so neither they nor the
@@ -388,6 +390,14 @@ class Server:
         assert self._store is not None
         while self._store.chores:
             self.start(self._store.chores.popleft())
+
+    def _call_later(self, seconds: float, act: Callable[[], None]) -> None:
+        def call() -> None:
+            if self._store is not None and self._store.core.timer is not None:
+                act()
+                self.dispatch()
+
+        self._loop.call_later(seconds, call)
 
     async def with_room(self, attempt: Callable[[], T], limit: float) -> T:
         """Repeat what needs memory until there is some. Raises Busy at the limit."""

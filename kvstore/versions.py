@@ -53,7 +53,7 @@ def records(index: Index, namespaces: Namespaces, rows: U32, kind: events.Kind) 
     out["last_use"] = index.last_use[rows]
     out["shard"] = index.spaces[rows] & 0xFFFF
     numbers = (index.spaces[rows] >> 16) << 8 | index.key_lengths[rows]
-    for number in np.unique(numbers).tolist():
+    for number in set(numbers.tolist()):
         chosen = np.flatnonzero(numbers == number)
         keys = index.keys_of(rows[chosen])
         out["namespace"][chosen] = np.frombuffer(namespaces.by_number(number >> 8).id, np.uint8)

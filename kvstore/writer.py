@@ -19,7 +19,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,13 +35,11 @@ from kvstore.removal import forget, make_room, supersede
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvstore.backends.base import U8, U32, U64, Blocks
-    from kvstore.columns import Bools
+    from kvstore.backends.base import U32, U64
     from kvstore.core import Core
+    from kvstore.entry import Entry, Waiter
     from kvstore.events import Records
-    from kvstore.namespaces import Namespace
     from kvstore.removal import Removal
-    from kvstore.slab import Extent
 
 log = logging.getLogger(__name__)
 
@@ -54,20 +52,14 @@ DIRTY_SHARE = 4
 """Dirty blocks take at most this part (1/n) of the memory tier."""
 DIRTY_SECONDS = 10.0
 """... and at most what the disk takes in so many seconds, as measured."""
+PAUSE_SECONDS = 0.3
+"""What was accepted waits so long before it is written: a burst of puts has the processor first."""
 MAX_ERRORS = 4096
 _RATE_WEIGHT = 0.2
 
 _ANSWER = np.full(256, BlockStatus.FAILED, np.uint8)
 _ANSWER[Status.OK] = BlockStatus.OK
 _ANSWER[Status.FULL] = BlockStatus.FULL
-
-
-class Waiter:
-    """Somebody who waits until rows are written."""
-
-    def settle_row(self, position: int, status: int, *, again: bool) -> None:
-        """Take the :class:`BlockStatus` of a row; ``again``: look at the index once more."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,61 +70,6 @@ class LateError:
     shard: int
     key: str
     reason: str
-
-
-@dataclass(eq=False, slots=True)
-class Entry:
-    """Blocks of one put on their way to the engine, their images complete.
-
-    ``dirty``: in the memory tier, readable; else in the bounce slab (``extents``) until written.
-    ``renews``: rows that the engine has already get a new version in place of those of generations
-    ``old``; they are held from here on. ``waiter`` is told the outcome at ``positions``.
-    ``leaves``: memory needs the room, so they are to leave it once they are written.
-    """
-
-    rows: U32
-    blocks: Blocks
-    images: list[memoryview]
-    begins: Records
-    durable: bool
-    namespace: Namespace
-    dirty: bool
-    renews: bool
-    extents: list[Extent]
-    old: U64
-    waiter: Waiter | None = None
-    positions: list[int] = field(default_factory=list)
-    statuses: U8 = field(default_factory=lambda: np.zeros(0, np.uint8))
-    written: U64 = field(default_factory=lambda: np.zeros(0, np.uint64))
-    gone: np.ndarray = field(default_factory=lambda: np.zeros(0, np.bool_))
-    reason: str = ""
-    leaves: bool = False
-
-    @property
-    def watched(self) -> list[tuple[int, int]]:
-        """The versions (row, generation) that somebody may be waiting for."""
-        generations = self.old if self.renews else self.begins["generation"]
-        return list(zip(self.rows.tolist(), generations.tolist(), strict=True))
-
-    @property
-    def bytes(self) -> int:
-        return sum(len(image) for image in self.images)
-
-    def split(self, which: Bools) -> Entry:
-        """Take blocks out of an entry that waits in memory; return them as one of their own."""
-        rest, part = self._some(~which), self._some(which)
-        self.rows, self.blocks, self.images = rest.rows, rest.blocks, rest.images
-        self.begins = rest.begins
-        return part
-
-    def _some(self, which: Bools) -> Entry:
-        return replace(
-            self,
-            rows=self.rows[which],
-            blocks=self.blocks.take(which),
-            images=[image for image, mine in zip(self.images, which, strict=True) if mine],
-            begins=self.begins[which],
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +92,7 @@ class Writer:
         self._watches: dict[tuple[int, int], list[_Watch]] = {}
         self._barriers: list[tuple[set[Entry], Callable[[], None]]] = []
         self._rate = 0.0
+        self._pauses = False
         self.dirty_bytes = 0
         self.dirty_blocks = 0
         self.errors: list[LateError] = []
@@ -200,7 +138,20 @@ class Writer:
         else:
             self._under_way.add(entry)
             self._queue.append(entry)
-            self.pump()
+            if entry.dirty and entry.waiter is None and self._core.timer is not None:
+                self._pause()
+            else:
+                self.pump()
+
+    def _pause(self) -> None:
+        """Write what waits a little later."""
+        if not self._pauses and self._core.timer is not None:
+            self._pauses = True
+            self._core.timer(PAUSE_SECONDS, self._end_pause)
+
+    def _end_pause(self) -> None:
+        self._pauses = False
+        self.pump()
 
     def go_on(self, entries: list[Entry]) -> None:
         """Queue entries that have waited. Their writing begins a little later: whoever calls may be
@@ -243,6 +194,7 @@ class Writer:
     def when_clean(self, callback: Callable[[], None]) -> None:
         """Call back when all that was added so far is written or given up; at once if it is."""
         self._core.late.hasten_all()
+        self.pump()
         if self._under_way:
             self._barriers.append((set(self._under_way), callback))
         else:

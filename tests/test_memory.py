@@ -71,6 +71,31 @@ def test_an_accepted_block_is_read_before_it_is_written(local: Local) -> None:
     assert local.store.status()["dirty_blocks"] == 0
 
 
+def test_a_burst_of_puts_is_written_after_a_pause_in_one_go(local: Local) -> None:
+    calls: list[Callable[[], None]] = []
+    local.core.timer = lambda _, act: calls.append(act)
+    for number in range(4):
+        accept(local, [number])
+    local.store.run_chores()
+    assert (local.files(), len(calls)) == ([], 1)
+    calls.pop()()
+    assert len(local.core.chores) == 1
+    local.store.run_chores()
+    assert len(local.files()) == 4
+    accept(local, [5])
+    assert len(calls) == 1
+
+
+def test_whoever_waits_for_a_write_ends_the_pause(local: Local) -> None:
+    local.core.timer = lambda _, act: None
+    accept(local, [1])
+    local.flush()
+    assert len(local.files()) == 1
+    accept(local, [2])
+    assert local.put([key(3)], [block(3)]) == [OK]
+    assert len(local.files()) == 3
+
+
 def test_blocks_are_hits_in_memory_after_a_put_and_after_a_read(local: Local) -> None:
     local.put([key(1)], [block(1)])
     assert local.get([key(1)]) == [block(1)]
@@ -314,6 +339,25 @@ def test_targets_are_filled(local: Local) -> None:
     assert memory[8192 : 8192 + 4096] == block(1)
     assert not any(memory[100:8192])
     assert job.checksums[1] == payload_checksum(block(1))
+
+
+def test_a_large_get_is_shared_between_workers(local: Local) -> None:
+    numbers = [number for number in range(40) if number % 3]
+    local.put([key(n) for n in numbers], [block(n, MIB) for n in numbers])
+    for path in local.files()[:2]:
+        path.write_bytes(path.read_bytes()[: 600 << 10])
+    local.core.tier.drop(rows := local.rows()[::2])
+    local.core.index.clear_flags(rows, MEM)
+    targets = [memoryview(bytearray(MIB)) for _ in range(40)]
+    names = key_array([key(n) for n in range(40)])
+    job = local.store.get(local.namespace, 0, names, 64 * MIB, targets)
+    assert len(job.acts()) > 1
+    local.store.run(job)
+    assert job.count == 40
+    right = [bytes(targets[n]) == block(n, MIB) for n in range(40)]
+    assert right == (job.statuses == OK).tolist()
+    assert len(numbers) - 2 <= sum(right) < len(numbers)
+    job.close()
 
 
 def test_a_lease_keeps_a_block(local: Local) -> None:
