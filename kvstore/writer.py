@@ -52,7 +52,7 @@ DIRTY_SHARE = 4
 """Dirty blocks take at most this part (1/n) of the memory tier."""
 DIRTY_SECONDS = 10.0
 """... and at most what the disk takes in so many seconds, as measured."""
-PAUSE_SECONDS = 0.3
+PAUSE_SECONDS = 0.05
 """What was accepted waits so long before it is written: a burst of puts has the processor first."""
 MAX_ERRORS = 4096
 _RATE_WEIGHT = 0.2
