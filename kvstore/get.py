@@ -278,8 +278,11 @@ class Get(Job):
 class Warm(Get):
     """A get for nobody: it brings blocks into the memory tier, ahead of their use.
 
-    Nobody asked for them yet, so hits and misses are not counted.
+    Nobody asked for them yet, so hits and misses are not counted, and one worker is enough.
     """
+
+    def acts(self) -> list[Callable[[], None]]:
+        return [partial(self._bring, range(len(self.hits)))]
 
     def _count_use(self, good: np.ndarray) -> None:
         self._core.counters.warmed += int(good.sum())

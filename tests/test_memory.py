@@ -360,6 +360,17 @@ def test_a_large_get_is_shared_between_workers(local: Local) -> None:
     job.close()
 
 
+def test_warming_leaves_workers_to_others(local: Local) -> None:
+    numbers = range(40)
+    local.put([key(n) for n in numbers], [block(n, MIB) for n in numbers])
+    names = key_array([key(n) for n in numbers])
+    job = local.store.warm(local.namespace, 0, names, 64 * MIB)
+    assert len(job.acts()) == 1
+    local.store.run(job)
+    assert job.in_memory.all()
+    job.close()
+
+
 def test_a_lease_keeps_a_block(local: Local) -> None:
     local.put([key(0)], [block(0, MIB)])
     local.store.contains(local.namespace, 0, key_array([key(0)]), 30.0)
