@@ -361,10 +361,10 @@ def test_a_large_get_is_shared_between_workers(local: Local) -> None:
 
 
 def test_warming_leaves_workers_to_others(local: Local) -> None:
-    numbers = range(40)
+    numbers = range(20)
     local.put([key(n) for n in numbers], [block(n, MIB) for n in numbers])
     names = key_array([key(n) for n in numbers])
-    job = local.store.warm(local.namespace, 0, names, 64 * MIB)
+    job = local.store.warm(local.namespace, 0, names, 16 * MIB)
     assert len(job.acts()) == 1
     local.store.run(job)
     assert job.in_memory.all()
