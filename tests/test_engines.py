@@ -246,11 +246,6 @@ class Eager(Parochial):
         super().open()
 
 
-class EagerTests(EngineTests):
-    def make(self, context: EngineContext) -> Engine:
-        return Eager(context)
-
-
 class Late(FilesystemEngine):
     """Writes a batch when the next one comes."""
 
@@ -265,44 +260,45 @@ class Late(FilesystemEngine):
         return Written(np.zeros(len(blocks), np.uint64), np.zeros(len(blocks), np.uint8))
 
 
-def opened(broken: type[Engine], directory: Path) -> Engine:
-    engine = broken(EngineContext(directory, STORE))
-    engine.create()
-    engine.open()
-    return engine
+class Suite(EngineTests):
+    def __init__(self, broken: type[Engine]) -> None:
+        self.make = broken  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("broken", [Forgetful, Careless])
 def test_the_suite_fails_for_a_broken_engine(broken: type[Engine], tmp_path: Path) -> None:
+    suite = Suite(broken)
     with pytest.raises(AssertionError):
-        EngineTests().test_generations_of_a_key_coexist(opened(broken, tmp_path))
+        suite.test_generations_of_a_key_coexist(suite.start(tmp_path))
 
 
 @pytest.mark.parametrize("broken", [Forgetful, Careless, Lingering, Parochial])
 def test_the_machine_fails_for_a_broken_engine(
     broken: type[Engine], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    def make() -> Engine:
-        return opened(broken, tmp_path_factory.mktemp("broken"))
-
+    suite = Suite(broken)
     with pytest.raises((AssertionError, ExceptionGroup)):
-        run_machine(make, examples=50, shrink=False)
+        run_machine(
+            lambda: suite.start(tmp_path_factory.mktemp("broken")), examples=200, shrink=False
+        )
 
 
 def test_the_suite_notices_what_a_kill_reveals(tmp_path: Path) -> None:
+    suite = Suite(Late)
     with pytest.raises(AssertionError):
-        EngineTests().test_a_killed_writer_leaves_whole_records(opened(Late, tmp_path))
+        suite.test_a_killed_writer_leaves_whole_records(suite.start(tmp_path))
 
 
 def test_the_suite_notices_space_that_is_not_given_back(tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
-        EngineTests().test_ten_times_the_capacity_passes_through(opened(Lingering, tmp_path))
+        Suite(Lingering).test_ten_times_the_capacity_passes_through(tmp_path)
 
 
 def test_the_suite_notices_an_empty_engine_made_by_opening(tmp_path: Path) -> None:
     directory = tmp_path / "blocks"
     directory.mkdir()
+    suite = Suite(Eager)
     with pytest.raises(AssertionError):
-        EagerTests().test_a_missing_or_short_piece_never_makes_an_empty_engine(
-            opened(Eager, directory), tmp_path
+        suite.test_a_missing_or_short_piece_never_makes_an_empty_engine(
+            suite.start(directory), tmp_path
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 class EngineCase:
     """What a test class of an engine says about it, and the fixtures made of that."""
 
+    capacity: ClassVar[int] = 16 << 20
+    """What an engine takes at most in the test of space, in bytes. Ten times as much is put."""
+
     def make(self, context: EngineContext) -> Engine:
         """Return an engine that was neither created nor opened."""
         raise NotImplementedError
@@ -24,6 +27,13 @@ class EngineCase:
     def damage(self, engine: Engine, block: Blocks) -> None:
         """Spoil the payload of one record on disk, behind the back of the open engine."""
         pytest.skip("this engine does not say how to damage a record")
+
+    def start(self, directory: Path) -> Engine:
+        """Return an open, empty engine that is to keep within ``capacity``."""
+        engine = self.make(EngineContext(directory, STORE))
+        engine.create()
+        engine.open()
+        return engine
 
     @pytest.fixture
     def context(self, tmp_path: Path) -> EngineContext:

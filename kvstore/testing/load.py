@@ -6,7 +6,6 @@ import itertools
 import random
 import threading
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvstore.record import Verdict, image_bytes
@@ -28,13 +27,12 @@ from kvstore.testing.records import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from pathlib import Path
 
     import pytest
 
-    from kvstore.backends.base import Blocks, Engine, EngineContext
+    from kvstore.backends.base import Blocks, Engine
 
-CHURN_BYTES = 16 << 20
-"""Stands for a capacity: ten times as much passes through, 85 % of it is there at once."""
 CHURN_SIZES = (65_536, 147_456, 294_912, 458_752, 589_824, 1_310_720, 2_097_152)
 
 
@@ -77,15 +75,15 @@ class LoadTests(EngineCase):
         everything = itertools.chain([stable], *(writer.kept for writer in writers))
         assert set(scanned(engine)) == set(_names(everything))
 
-    def test_ten_times_the_capacity_passes_through(self, engine: Engine) -> None:
+    def test_ten_times_the_capacity_passes_through(self, tmp_path: Path) -> None:
         """No put fails, nothing is lost, and the space that is taken does not grow."""
-        rng = random.Random(6)
+        engine, rng = self.start(tmp_path), random.Random(6)
+        most = self.capacity * engine.capabilities.space_factor
         held: list[Blocks] = []
         live = passed = 0
-        most = CHURN_BYTES * engine.capabilities.space_factor
         for generation in itertools.count(1):
             size = rng.choice(CHURN_SIZES)
-            while live + image_bytes(size) > CHURN_BYTES * 85 // 100:
+            while live + image_bytes(size) > self.capacity * 85 // 100:
                 victim = held.pop(rng.randrange(len(held)))
                 assert delete(engine, victim) == 1
                 live -= image_bytes(int(victim.lengths[0]))
@@ -93,25 +91,19 @@ class LoadTests(EngineCase):
             live += image_bytes(size)
             passed += image_bytes(size)
             if generation % 100 == 0:
-                assert occupied(engine.context.directory) <= most
-            if passed > 10 * CHURN_BYTES:
+                assert occupied(tmp_path) <= most
+            if passed > 10 * self.capacity:
                 break
         for blocks in held:
             assert_stored(engine, blocks)
         assert set(scanned(engine)) == set(_names(held))
-        assert occupied(engine.context.directory) <= most
+        assert occupied(tmp_path) <= most
+        engine.close()
 
     def test_it_agrees_with_the_memory_engine(
-        self, context: EngineContext, tmp_path_factory: pytest.TempPathFactory
+        self, tmp_path_factory: pytest.TempPathFactory
     ) -> None:
-        def make() -> Engine:
-            directory = tmp_path_factory.mktemp("machine")
-            engine = self.make(replace(context, directory=directory))
-            engine.create()
-            engine.open()
-            return engine
-
-        run_machine(make)
+        run_machine(lambda: self.start(tmp_path_factory.mktemp("machine")))
 
 
 class _Writer:

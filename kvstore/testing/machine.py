@@ -43,7 +43,7 @@ SIZES = (1, 4095, 4096, 4097, 9000)
 
 batches = st.lists(st.integers(0, 7), min_size=1, max_size=6, unique=True)
 spaces = st.sampled_from([(NAMESPACE, 0), (NAMESPACE, 7), (OTHER_NAMESPACE, 0)])
-versions = st.integers(1, 3)
+versions = st.integers(1, 2)
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -61,6 +61,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.model.open()
         self.places: dict[Identity, int] = {}
         self.sizes: dict[Identity, int] = {}
+        self.visited = False
 
     def blocks(self, space: tuple[bytes, int], numbers: list[int], version: int) -> Blocks:
         """Return blocks with the size and place of those that are stored."""
@@ -135,12 +136,14 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.close()
         reopen(self.engine, *self.held())
 
-    @precondition(lambda self: self.engine.capabilities.persistent)
+    # Once is enough: a process takes longer than all the rest.
+    @precondition(lambda self: self.engine.capabilities.persistent and not self.visited)
     @rule(space=spaces, numbers=batches, version=versions, size=st.sampled_from(SIZES))
     def reopen_elsewhere(
         self, space: tuple[bytes, int], numbers: list[int], version: int, size: int
     ) -> None:
         """Close, let a new process open it and put something, and open again."""
+        self.visited = True
         self.engine.close()
         visit = visit_elsewhere(self.engine, self.held(), self.new(space, numbers, version, size))
         self.note(visit.put)
@@ -157,7 +160,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 def run_machine(
-    make: Callable[[], Engine], *, examples: int = 25, steps: int = 20, shrink: bool = True
+    make: Callable[[], Engine], *, examples: int = 25, steps: int = 30, shrink: bool = True
 ) -> None:
     """Run random operations; ``make`` returns an empty, open engine each time it is called.
 

@@ -49,7 +49,8 @@ class EngineTests(OpeningTests, LoadTests):
     """Subclass it, name the subclass ``Test...`` and give it ``make``; pytest does the rest.
 
     An engine whose records do not outlive the process (``Capabilities.persistent``) skips what
-    needs that. Give ``damage`` as well if a record of the engine can be spoilt from outside.
+    needs that. Give ``damage`` as well if a record of the engine can be spoilt from outside, and a
+    larger ``capacity`` if it takes space by the hundredweight.
     """
 
     # Putting and getting
