@@ -112,7 +112,8 @@ class _Writer:
     def __init__(self, engine: Engine, first: int) -> None:
         self._engine = engine
         self._keys = [key_of(number) for number in range(first, first + 10)]
-        self._generations = itertools.count(1)
+        # No version of any block shares its number with another one of the store.
+        self._generations = itertools.count(first << 20)
         self._latest: Blocks | None = None
         self.kept: list[Blocks] = []
 
