@@ -8,9 +8,11 @@ chunk. A chunk that is empty again may go to another class.
 A slot is FREE, WRITING (allocated, its bytes are on their way) or COMMITTED. References count who
 uses its bytes; a slot with references cannot be freed.
 
-A *place* names a slot: a u64, chunk << 32 | number in the chunk. Questions and answers are arrays,
-one call for a whole batch; there is no object per slot. Nothing here knows what the space is:
-memory, or files. One thread owns an arena. Memory: 5 bytes for each slot of the smallest class.
+A *place* names a slot for others: a u64, chunk << 32 | number in the chunk. Its *id* (i64), chunk *
+stride + number, is where the arrays have it; references are counted by id, for that is done most
+often. Questions and answers are arrays, one call for a whole batch; there is no object per slot.
+Nothing here knows what the space is: memory, or files. One thread owns an arena. Memory: 5 bytes
+for each slot of the smallest class.
 """
 
 from __future__ import annotations
@@ -42,14 +44,20 @@ WRITING = 1
 COMMITTED = 2
 BLANK = -1
 """The class of a chunk that is given to none."""
-MOST_REFERENCES = 0x7FFF
-"""To one slot. Half of what a u16 holds: whatever goes below 0 or above is then over it."""
+MOST_REFERENCES = 0x3FFF
+"""To one slot."""
 
 _EXACT_CLASSES = 8
 _MOST_SLOTS = 1 << 16
 # Made once: a numpy scalar costs as much as a small operation.
 _SHIFT, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
-_ONE = np.uint16(1)
+# A count is kept as the i16 _NONE + references, and as 0 for a free slot. A quarter of what an i16
+# holds lies between these, above and below, so that no batch of _AT_ONCE leads from a free slot,
+# from too few or too many references to a count that is in order: one look afterwards is enough.
+_NONE = -0x8000
+_FULL = _NONE + MOST_REFERENCES
+_AT_ONCE = 0x3FFF
+_ONE = np.int16(1)
 
 
 class NoFreeSlots(Busy):
@@ -79,20 +87,25 @@ class Slots(ABC):
         """Give slots back. Raises ValueError for one that is free, named twice or referenced."""
 
     @abstractmethod
-    def incr(self, places: U64) -> None:
+    def ids(self, places: U64) -> I64:
+        """Return the ids of slots. Raises ValueError for a place that is none."""
+
+    @abstractmethod
+    def incr(self, ids: I64) -> None:
         """Add a reference for each entry; a slot may occur often.
 
-        Raises ValueError for a free slot, OverflowError over MOST_REFERENCES; nothing is changed.
+        Raises ValueError for a free slot or over MOST_REFERENCES, IndexError for an id that is
+        none; nothing is changed then.
         """
 
     @abstractmethod
-    def decr(self, places: U64) -> None:
-        """Give back a reference for each entry. Raises ValueError if a slot has fewer, with nothing
-        changed."""
+    def decr(self, ids: I64) -> None:
+        """Give back a reference for each entry. Raises ValueError if a slot is free or has fewer,
+        IndexError for an id that is none; nothing is changed then."""
 
     @abstractmethod
-    def counts(self, places: U64) -> U16:
-        """Return the references of each slot."""
+    def counts(self, ids: I64) -> U16:
+        """Return the references of each slot, 0 for a free one."""
 
     @abstractmethod
     def offsets(self, places: U64) -> I64:
@@ -123,11 +136,9 @@ class Arena(Slots):
         # By slot id: chunk * stride + number in the chunk.
         self._room = chunks * self._stride
         self._states = np.zeros(self._room, np.uint8)
-        self._counts = np.zeros(self._room, np.uint16)
-        # For one slot at a time a memoryview costs a third of an array. As a signed number a count
-        # that grows over MOST_REFERENCES is refused by itself.
-        self._one_count = memoryview(self._counts.view(np.int16).data)
-        self._one_state = memoryview(self._states.data)
+        self._counts = np.zeros(self._room, np.int16)
+        # For one slot at a time a memoryview costs a third of an array.
+        self._count = memoryview(self._counts.data)
         # Per chunk: the first free[chunk] entries of its row are its free slots, the next one last.
         self._stack = np.zeros((chunks, self._stride), np.uint16)
         self._free = np.zeros(chunks, np.int64)
@@ -187,8 +198,8 @@ class Arena(Slots):
 
     @property
     def references(self) -> U16:
-        """References by slot id; read-only."""
-        return _read_only(self._counts)
+        """References by slot id: a copy, read-only."""
+        return _read_only(_references(self._counts))
 
     @property
     def classes(self) -> npt.NDArray[np.int16]:
@@ -238,7 +249,6 @@ class Arena(Slots):
     # -- places -----------------------------------------------------------------------------------
 
     def ids(self, places: U64) -> I64:
-        """Return slot ids, which order the arrays. Raises ValueError for a place that is none."""
         chunks = places >> _SHIFT
         numbers = places & _LOW
         if len(places) and (chunks.max() >= self._chunks or numbers.max() >= self._stride):
@@ -283,8 +293,13 @@ class Arena(Slots):
         ids = np.empty(len(sizes), np.int64)
         for size_class, count in needed.items():
             ids[classes == size_class] = self._take(size_class, count)
-        self._states[ids] = WRITING
+        self._enter(ids, WRITING)
         return self.places(ids)
+
+    def _enter(self, ids: I64, state: int) -> None:
+        """Take free slots into a state of use."""
+        self._states[ids] = state
+        self._counts[ids] = _NONE
 
     def _give_blank_chunks(self, needed: Mapping[int, int]) -> None:
         """Give chunks to the classes that need them; raises NoFreeSlots, giving none."""
@@ -337,9 +352,10 @@ class Arena(Slots):
         ids = np.sort(self.ids(places))
         if np.any(self._states[ids] == FREE) or np.any(ids[1:] == ids[:-1]):
             raise ValueError("a slot is free already")
-        if np.any(self._counts[ids]):
+        if np.any(self._counts[ids] != _NONE):
             raise ValueError("a slot with references cannot be freed")
         self._states[ids] = FREE
+        self._counts[ids] = 0
         chunk, number = np.divmod(ids, self._stride)
         chunks, first, times = np.unique(chunk, return_index=True, return_counts=True)
         # The lowest number comes to lie on top.
@@ -359,56 +375,63 @@ class Arena(Slots):
 
     # -- references -------------------------------------------------------------------------------
 
-    def incr(self, places: U64) -> None:
-        ids = self.ids(places)
-        if len(ids) and not self._states.take(ids).all():
-            raise ValueError("a free slot cannot be referenced")
+    def incr(self, ids: I64) -> None:
         if not self._change(np.add, np.subtract, ids):
-            raise OverflowError(f"a slot would have over {MOST_REFERENCES} references")
+            raise ValueError(f"a slot is free or would have over {MOST_REFERENCES} references")
 
-    def decr(self, places: U64) -> None:
-        if not self._change(np.subtract, np.add, self.ids(places)):
-            raise ValueError("a slot has fewer references than are given back")
+    def decr(self, ids: I64) -> None:
+        if not self._change(np.subtract, np.add, ids):
+            raise ValueError("a slot is free or has fewer references than are given back")
 
     def _change(self, change: np.ufunc, undo: np.ufunc, ids: I64) -> bool:
         """Count each entry; return False, with nothing changed, if a count left its bounds."""
-        if len(ids) > MOST_REFERENCES:
+        if not len(ids):
+            return True
+        # An id that is too large is refused by numpy, before it counts any.
+        if np.minimum.reduce(ids) < 0:
+            raise IndexError("an id names no slot")
+        if len(ids) > _AT_ONCE:
             return self._change_many(change, ids)
         # Unlike bincount this does not depend on how far apart the ids are: 2 ns each.
         change.at(self._counts, ids, _ONE)
-        fine = int(self._counts.take(ids).max(initial=0)) <= MOST_REFERENCES
+        fine = bool(np.maximum.reduce(self._counts.take(ids)) <= _FULL)
         if not fine:
             undo.at(self._counts, ids, _ONE)
         return fine
 
     def _change_many(self, change: np.ufunc, ids: I64) -> bool:
-        """So many entries could wrap around a u16."""
+        """So many entries could lead from one bound to the other."""
         unique, times = np.unique(ids, return_counts=True)
-        counts = change(self._counts[unique].astype(np.int64), times)
-        fine = bool((counts >= 0).all() and (counts <= MOST_REFERENCES).all())
+        before = self._counts[unique].astype(np.int64)
+        after = change(before, times)
+        fine = bool((before <= _FULL).all() and (after >= _NONE).all() and (after <= _FULL).all())
         if fine:
-            self._counts[unique] = counts
+            self._counts[unique] = after
         return fine
 
-    def counts(self, places: U64) -> U16:
-        return self._counts.take(self.ids(places))
+    def counts(self, ids: I64) -> U16:
+        return _references(self._counts.take(ids))
 
-    def incr_one(self, place: int) -> None:
-        """:meth:`incr` for one slot, without the price of an array. Raises ValueError, too, for
-        more than MOST_REFERENCES."""
-        number = place & 0xFFFFFFFF
-        slot = (place >> 32) * self._stride + number
-        if number >= self._stride or slot >= self._room or not self._one_state[slot]:
-            raise ValueError("a free slot cannot be referenced")
-        self._one_count[slot] += 1
+    def incr_one(self, slot: int) -> None:
+        """:meth:`incr` for one id, without the price of an array; ValueError for a negative one."""
+        counts = self._count
+        count = counts[slot]
+        if count >= _FULL or slot < 0:
+            raise ValueError("a slot is free or would have too many references")
+        counts[slot] = count + 1
 
-    def decr_one(self, place: int) -> None:
-        """:meth:`decr` for one slot."""
-        number = place & 0xFFFFFFFF
-        slot = (place >> 32) * self._stride + number
-        if number >= self._stride or slot >= self._room or not self._one_count[slot]:
-            raise ValueError("a slot has fewer references than are given back")
-        self._one_count[slot] -= 1
+    def decr_one(self, slot: int) -> None:
+        """:meth:`decr` for one id; ValueError for a negative one."""
+        counts = self._count
+        count = counts[slot]
+        if not _NONE < count <= _FULL or slot < 0:
+            raise ValueError("a slot is free or has fewer references than are given back")
+        counts[slot] = count - 1
+
+
+def _references(counts: npt.NDArray[np.int16]) -> U16:
+    """Return what counts mean, free slots having none."""
+    return np.where(counts, counts - np.int16(_NONE), np.int16(0)).astype(np.uint16)
 
 
 def _class_pages(most: int) -> I64:

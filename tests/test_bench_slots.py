@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from kvstore.bench import slots as bench
 from kvstore.errors import UsageError
-from kvstore.slots import U64, Arena
+from kvstore.slots import I64, Arena
 from tests.command import run_command
 
 
@@ -17,7 +18,7 @@ def test_every_structure_is_measured() -> None:
     ran = run_command("bench", "slots", "--slots", "20000", "--trials", "2", "--json")
     result: dict[str, Any] = ran.json()
     assert (result["slots"], result["trials"], result["batch"]) == (20_000, 2, 10_000)
-    names = [name for pair in bench.PAIRS for name in pair]
+    names = list(dict.fromkeys(name for pair in bench.PAIRS for name in pair))
     measured = {(row["operation"], row["structure"]) for row in result["rows"]}
     assert measured == {(operation, name) for operation, _ in bench.BARS for name in names}
     for row in result["rows"]:
@@ -25,14 +26,14 @@ def test_every_structure_is_measured() -> None:
         assert 0 < row["least"] <= row["median"] <= row["most"]
     assert set(result["bytes_per_slot"]) == set(names)
     assert result["bytes_per_slot"][bench.OURS] == 2
-    assert result["bytes_per_slot"]["dict, checked"] > 50
+    assert result["bytes_per_slot"]["dict, class"] > 50
 
 
 def test_one_array_is_far_faster_than_a_dict() -> None:
     result = bench.run(200_000, 3)
     ratios = {(bar["operation"], bar["structure"]): bar["ratio"] for bar in result["bars"]}
     # Wide margins: this machine is busy with other tests.
-    assert ratios["batch", bench.OURS] > 5
+    assert ratios["batch", bench.OURS] > 20
     assert ratios["batch", "array, bare"] > 20
     assert ratios["one id", "array, bare"] > 1.5
 
@@ -49,17 +50,15 @@ def test_the_table_has_a_row_for_each_figure(capsys: pytest.CaptureFixture[str])
 
 
 def test_bars_are_ratios_to_the_second_of_a_pair() -> None:
-    medians = dict(
-        zip([n for pair in bench.PAIRS for n in pair], (2.0, 20.0, 1.0, 99.0), strict=True)
-    )
+    medians = {bench.OURS: 2.0, "dict, class": 20.0, "dict, bare": 10.0, "array, bare": 1.0}
     rows = [
         {"operation": operation, "structure": name, "median": median}
         for operation, _ in bench.BARS
         for name, median in medians.items()
     ]
     bars = bench._bars(rows)
-    assert [bar["ratio"] for bar in bars] == [10.0, 99.0, 10.0, 99.0]
-    assert [bar["met"] for bar in bars] == [True, True, False, False]
+    assert [bar["ratio"] for bar in bars] == [10.0, 5.0, 10.0] * 2
+    assert [bar["met"] for bar in bars] == [True, False, True, False, False, False]
 
 
 def test_too_few_slots_measure_nothing() -> None:
@@ -70,8 +69,8 @@ def test_too_few_slots_measure_nothing() -> None:
 
 def test_counting_a_repeated_id_once_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     up, down = Arena.incr, Arena.decr
-    monkeypatch.setattr(Arena, "incr", lambda arena, places: up(arena, np.unique(places)))
-    monkeypatch.setattr(Arena, "decr", lambda arena, places: down(arena, np.unique(places)))
+    monkeypatch.setattr(Arena, "incr", lambda arena, ids: up(arena, np.unique(ids)))
+    monkeypatch.setattr(Arena, "decr", lambda arena, ids: down(arena, np.unique(ids)))
     with pytest.raises(bench.WrongCount, match="kvstore slots counts wrongly"):
         bench.run(20_000, 1)
 
@@ -79,8 +78,8 @@ def test_counting_a_repeated_id_once_ends_the_run(monkeypatch: pytest.MonkeyPatc
 def test_counting_others_too_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Arena.counts
 
-    def noisy(arena: Arena, places: U64) -> Any:
-        return real(arena, places) + (len(places) > 10_000)
+    def noisy(arena: Arena, ids: I64) -> Any:
+        return real(arena, ids) + (len(ids) > 10_000)
 
     monkeypatch.setattr(Arena, "counts", noisy)
     with pytest.raises(bench.WrongCount, match="slots that nobody named"):
@@ -88,6 +87,18 @@ def test_counting_others_too_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_counting_up_without_down_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Arena, "decr_one", lambda arena, place: None)
-    with pytest.raises(bench.WrongCount, match="did not count down"):
+    monkeypatch.setattr(Arena, "decr_one", lambda arena, slot: None)
+    with pytest.raises(bench.WrongCount, match="kvstore slots counts wrongly"):
+        bench.run(20_000, 1)
+
+
+def test_counts_are_looked_at_after_the_run_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = bench._times
+
+    def dirty(structures: Sequence[bench.Counts], ids: I64, *more: Any) -> Any:
+        structures[1].up(ids[:1])
+        return real(structures, ids, *more)
+
+    monkeypatch.setattr(bench, "_times", dirty)
+    with pytest.raises(bench.WrongCount, match="dict, class did not count down"):
         bench.run(20_000, 1)

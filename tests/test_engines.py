@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from importlib.metadata import EntryPoint, EntryPoints
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import pytest
 
 from kvstore.backends import engine_class, engine_names
-from kvstore.backends.base import Engine, EngineContext, Status
+from kvstore.backends.base import Engine, EngineContext, Read, Status, Written
 from kvstore.backends.filesystem import FilesystemEngine
 from kvstore.backends.memory import MemoryEngine
 from kvstore.errors import ConfigError, EngineError
@@ -21,6 +24,7 @@ from kvstore.testing.records import (
     assert_stored,
     blank_images,
     full_images,
+    identities,
     key_of,
     make_blocks,
     put,
@@ -28,9 +32,9 @@ from kvstore.testing.records import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
-    from kvstore.backends.base import Blocks, Written
+    from kvstore.backends.base import Blocks, Mask
+    from kvstore.testing.records import Identity
 
 
 class TestMemory(EngineTests):
@@ -200,24 +204,101 @@ class Careless(MemoryEngine):
         return super().put_many(blocks, images, sync=sync)
 
 
+class Lingering(FilesystemEngine):
+    """Deletes nothing, and says so only until it is opened again."""
+
+    def open(self) -> None:
+        super().open()
+        self.gone: set[Identity] = set()
+
+    def contains_many(self, blocks: Blocks) -> Mask:
+        return super().contains_many(blocks) & self._there(blocks)
+
+    def get_many_into(self, blocks: Blocks, images: Sequence[memoryview]) -> Read:
+        read = super().get_many_into(blocks, images)
+        return Read(np.where(self._there(blocks), read.statuses, Status.MISSING), read.filled)
+
+    def delete_many(self, blocks: Blocks) -> int:
+        there = int(self.contains_many(blocks).sum())
+        self.gone.update(identities(blocks))
+        return there
+
+    def _there(self, blocks: Blocks) -> Mask:
+        return np.array([name not in self.gone for name in identities(blocks)], np.bool_)
+
+
+class Parochial(MemoryEngine):
+    """Shows its records to all who open its directory in the same process, to no other."""
+
+    capabilities = replace(MemoryEngine.capabilities, persistent=True)
+    shared: ClassVar[dict[Path, Any]] = {}
+
+    def open(self) -> None:
+        super().open()
+        self._records = self.shared.setdefault(self.context.directory, {})
+
+
+class Eager(Parochial):
+    """Makes what it does not find."""
+
+    def open(self) -> None:
+        self._mark.touch()
+        super().open()
+
+
+class Late(FilesystemEngine):
+    """Writes a batch when the next one comes."""
+
+    def __init__(self, context: EngineContext) -> None:
+        super().__init__(context)
+        self.waiting: Blocks | None = None
+
+    def put_many(self, blocks: Blocks, images: Sequence[memoryview], *, sync: bool) -> Written:
+        if self.waiting is not None:
+            super().put_many(self.waiting, full_images(self.waiting), sync=sync)
+        self.waiting = blocks
+        return Written(np.zeros(len(blocks), np.uint64), np.zeros(len(blocks), np.uint8))
+
+
+class Suite(EngineTests):
+    def __init__(self, broken: type[Engine]) -> None:
+        self.make = broken  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize("broken", [Forgetful, Careless])
-def test_the_suite_fails_for_a_broken_engine(broken: type[MemoryEngine], tmp_path: Path) -> None:
-    engine = broken(EngineContext(tmp_path, STORE))
-    engine.create()
-    engine.open()
+def test_the_suite_fails_for_a_broken_engine(broken: type[Engine], tmp_path: Path) -> None:
+    suite = Suite(broken)
     with pytest.raises(AssertionError):
-        EngineTests().test_generations_of_a_key_coexist(engine)
+        suite.test_generations_of_a_key_coexist(suite.start(tmp_path))
 
 
-@pytest.mark.parametrize("broken", [Forgetful, Careless])
+@pytest.mark.parametrize("broken", [Forgetful, Careless, Lingering, Parochial])
 def test_the_machine_fails_for_a_broken_engine(
-    broken: type[MemoryEngine], tmp_path_factory: pytest.TempPathFactory
+    broken: type[Engine], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    def make() -> Engine:
-        engine = broken(EngineContext(tmp_path_factory.mktemp("broken"), STORE))
-        engine.create()
-        engine.open()
-        return engine
-
+    suite = Suite(broken)
     with pytest.raises((AssertionError, ExceptionGroup)):
-        run_machine(make, examples=50)
+        run_machine(
+            lambda: suite.start(tmp_path_factory.mktemp("broken")), examples=200, shrink=False
+        )
+
+
+def test_the_suite_notices_what_a_kill_reveals(tmp_path: Path) -> None:
+    suite = Suite(Late)
+    with pytest.raises(AssertionError):
+        suite.test_a_killed_writer_leaves_whole_records(suite.start(tmp_path))
+
+
+def test_the_suite_notices_space_that_is_not_given_back(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        Suite(Lingering).test_ten_times_the_capacity_passes_through(tmp_path)
+
+
+def test_the_suite_notices_an_empty_engine_made_by_opening(tmp_path: Path) -> None:
+    directory = tmp_path / "blocks"
+    directory.mkdir()
+    suite = Suite(Eager)
+    with pytest.raises(AssertionError):
+        suite.test_a_missing_or_short_piece_never_makes_an_empty_engine(
+            suite.start(directory), tmp_path
+        )

@@ -110,22 +110,25 @@ class DictSlots(Slots):
         for place in named:
             del self.states[place]
 
-    def incr(self, places: U64) -> None:
-        more = Counter(places.tolist())
-        if any(place not in self.states for place in more):
+    def ids(self, places: U64) -> I64:
+        return places.view(np.int64)
+
+    def incr(self, ids: I64) -> None:
+        more = Counter(ids.tolist())
+        if any(slot not in self.states for slot in more):
             raise ValueError("a slot is in another state")
-        if any(self.references[place] + n > MOST_REFERENCES for place, n in more.items()):
-            raise OverflowError
+        if any(self.references[slot] + n > MOST_REFERENCES for slot, n in more.items()):
+            raise ValueError("a slot has too many references")
         self.references += more
 
-    def decr(self, places: U64) -> None:
-        less = Counter(places.tolist())
+    def decr(self, ids: I64) -> None:
+        less = Counter(ids.tolist())
         if any(self.references[place] < n for place, n in less.items()):
             raise ValueError("a slot is in another state")
         self.references -= less
 
-    def counts(self, places: U64) -> U16:
-        return np.array([self.references[place] for place in places.tolist()], np.uint16)
+    def counts(self, ids: I64) -> U16:
+        return np.array([self.references[slot] for slot in ids.tolist()], np.uint16)
 
     def offsets(self, places: U64) -> I64:
         found = []
@@ -189,9 +192,11 @@ def test_free_slots_are_used_again(slots: Slots) -> None:
 def test_no_sizes_no_slots(slots: Slots) -> None:
     none = slots.allocate(sizes_of())
     assert none.tolist() == []
-    for act in (slots.commit, slots.free, slots.incr, slots.decr):
+    for act in (slots.commit, slots.free):
         act(none)
-    assert slots.offsets(none).tolist() == slots.counts(none).tolist() == []
+    for change in (slots.incr, slots.decr):
+        change(slots.ids(none))
+    assert slots.offsets(none).tolist() == slots.counts(slots.ids(none)).tolist() == []
 
 
 def test_what_is_larger_than_a_chunk_fits_nowhere(slots: Slots) -> None:
@@ -222,45 +227,49 @@ def test_freeing_twice_is_noticed_and_changes_nothing(slots: Slots) -> None:
 
 def test_references_count_repeats_and_keep_a_slot(slots: Slots) -> None:
     held = slots.allocate(sizes_of(1, 5, 9))
-    slots.incr(held[[0, 1, 0, 0]])
-    assert slots.counts(held).tolist() == [3, 1, 0]
+    ids = slots.ids(held)
+    slots.incr(ids[[0, 1, 0, 0]])
+    assert slots.counts(ids).tolist() == [3, 1, 0]
     with pytest.raises(ValueError, match="slot"):
         slots.free(held[[2, 1]])
-    slots.decr(held[[0, 1, 0]])
-    assert slots.counts(held).tolist() == [1, 0, 0]
+    slots.decr(ids[[0, 1, 0]])
+    assert slots.counts(ids).tolist() == [1, 0, 0]
     slots.free(held[1:])
-    slots.decr(held[:1])
+    slots.decr(ids[:1])
     slots.free(held[:1])
 
 
 def test_more_is_never_given_back_than_taken(slots: Slots) -> None:
-    held = slots.allocate(sizes_of(1, 1, 1))
-    slots.incr(held[[0, 1, 1]])
+    ids = slots.ids(slots.allocate(sizes_of(1, 1, 1)))
+    slots.incr(ids[[0, 1, 1]])
     for wrong in ([0, 0], [0, 2], [1, 0, 1, 1], [2] * (MOST_REFERENCES + 1)):
         with pytest.raises(ValueError, match="slot"):
-            slots.decr(held[wrong])
-        assert slots.counts(held).tolist() == [1, 2, 0]
+            slots.decr(ids[wrong])
+        assert slots.counts(ids).tolist() == [1, 2, 0]
 
 
 def test_free_slots_cannot_be_referenced(slots: Slots) -> None:
     held = slots.allocate(sizes_of(1, 1))
+    ids = slots.ids(held)
     slots.free(held[1:])
-    with pytest.raises(ValueError, match="slot"):
-        slots.incr(held)
-    assert slots.counts(held[:1]).tolist() == [0]
+    for wrong in (ids, np.repeat(ids, 1 << 15)):
+        for change in (slots.incr, slots.decr):
+            with pytest.raises(ValueError, match="slot"):
+                change(wrong)
+    assert slots.counts(ids).tolist() == [0, 0]
 
 
 def test_too_many_references_are_refused(slots: Slots) -> None:
-    held = slots.allocate(sizes_of(1, 1))
-    slots.incr(np.repeat(held[:1], MOST_REFERENCES - 1))
-    slots.incr(held)
-    for wrong in (held, np.repeat(held[1:], MOST_REFERENCES), np.repeat(held[1:], 1 << 16)):
-        with pytest.raises(OverflowError):
+    ids = slots.ids(slots.allocate(sizes_of(1, 1)))
+    slots.incr(np.repeat(ids[:1], MOST_REFERENCES - 1))
+    slots.incr(ids)
+    for wrong in (ids, np.repeat(ids[1:], MOST_REFERENCES), np.repeat(ids[1:], 1 << 16)):
+        with pytest.raises(ValueError, match="slot"):
             slots.incr(wrong)
-        assert slots.counts(held).tolist() == [MOST_REFERENCES, 1]
+        assert slots.counts(ids).tolist() == [MOST_REFERENCES, 1]
     for change in (slots.decr, slots.incr):
-        change(np.repeat(held, [MOST_REFERENCES, 1]))
-    assert slots.counts(held).tolist() == [MOST_REFERENCES, 1]
+        change(np.repeat(ids, [MOST_REFERENCES, 1]))
+    assert slots.counts(ids).tolist() == [MOST_REFERENCES, 1]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -281,8 +290,9 @@ def test_an_arena_does_what_the_model_does(seed: int) -> None:
             wanted = outcome(model, act, sizes)
         else:
             theirs = np.array([names[place] for place in picked.tolist()], np.uint64)
-            got = outcome(arena, act, picked)
-            wanted = outcome(model, act, theirs)
+            by_id = act in ("incr", "decr")
+            got = outcome(arena, act, arena.ids(picked) if by_id else picked)
+            wanted = outcome(model, act, model.ids(theirs) if by_id else theirs)
         if isinstance(got, list) and isinstance(wanted, list):
             names.update(zip(got, wanted, strict=True))
         else:
@@ -299,7 +309,7 @@ def outcome(keeper: Slots, act: str, argument: Any) -> Any:
         found = getattr(keeper, act)(argument)
     except NoFreeSlots as error:
         return error.lacking
-    except (ValueError, OverflowError) as error:
+    except ValueError as error:
         return type(error)
     return None if found is None else found.tolist()
 
@@ -311,7 +321,7 @@ def compare(arena: Arena, model: DictSlots, names: dict[int, int]) -> None:
     states = arena.states[arena.ids(held)].tolist()
     assert states == [model.states[place] for place in theirs]
     assert int((arena.states != FREE).sum()) == len(names)
-    assert arena.counts(held).tolist() == [model.references[place] for place in theirs]
+    assert arena.counts(arena.ids(held)).tolist() == [model.references[place] for place in theirs]
     assert int(arena.references.sum()) == model.references.total()
     given = sorted(each for each in model.classes.values() if each is not None)
     assert sorted(each for each in arena.classes.tolist() if each != BLANK) == given
@@ -449,36 +459,48 @@ def test_places_are_numbers_that_anyone_can_read() -> None:
 @pytest.mark.parametrize("place", [20, 1 << 32 | 20, CHUNKS << 32, 0xFFFFFFFFFFFFFFFF])
 def test_other_numbers_are_no_places(place: int) -> None:
     arena = Arena(CHUNKS * CHUNK, CHUNK)
-    arena.incr(arena.allocate(sizes_of(*[1] * 120)))
+    arena.allocate(sizes_of(*[1] * 120))
     wrong = np.array([0, place], np.uint64)
-    for act in (arena.ids, arena.commit, arena.free, arena.incr, arena.decr, arena.offsets):
+    for act in (arena.ids, arena.commit, arena.free, arena.offsets):
         with pytest.raises(ValueError, match="names no slot"):
             act(wrong)
-    for act_one in (arena.incr_one, arena.decr_one):
-        with pytest.raises(ValueError, match="slot"):
-            act_one(place)
+
+
+@pytest.mark.parametrize("slot", [-(1 << 63), -120, -1, 120, 1 << 40])
+def test_other_numbers_are_no_ids(slot: int) -> None:
+    arena = Arena(CHUNKS * CHUNK, CHUNK)
+    arena.incr(arena.ids(arena.allocate(sizes_of(*[1] * 120))))
+    for change in (arena.incr, arena.decr):
+        for wrong in (np.array([0, slot]), np.array([0, slot] * 20_000)):
+            with pytest.raises(IndexError):
+                change(wrong)
+    for change_one in (arena.incr_one, arena.decr_one):
+        with pytest.raises((IndexError, ValueError)):
+            change_one(slot)
     assert (arena.references == 1).all()
 
 
 def test_one_reference_at_a_time() -> None:
     arena = Arena(CHUNKS * CHUNK, CHUNK)
     held = arena.allocate(sizes_of(*[1] * 21))
-    last = int(held[-1])
+    ids = arena.ids(held)
+    last = int(ids[-1])
     arena.incr_one(last)
     arena.incr_one(last)
-    assert arena.counts(held[-2:]).tolist() == [0, 2]
+    assert arena.counts(ids[-2:]).tolist() == [0, 2]
     arena.decr_one(last)
     arena.decr_one(last)
     with pytest.raises(ValueError, match="fewer references"):
         arena.decr_one(last)
-    arena.incr(np.repeat(held[-1:], MOST_REFERENCES))
-    with pytest.raises(ValueError, match="invalid value"):
+    arena.incr(np.repeat(ids[-1:], MOST_REFERENCES))
+    with pytest.raises(ValueError, match="too many references"):
         arena.incr_one(last)
-    assert arena.counts(held[-1:]).tolist() == [MOST_REFERENCES]
-    arena.decr(np.repeat(held[-1:], MOST_REFERENCES))
+    assert arena.counts(ids[-1:]).tolist() == [MOST_REFERENCES]
+    arena.decr(np.repeat(ids[-1:], MOST_REFERENCES))
     arena.free(held[-1:])
-    with pytest.raises(ValueError, match="free slot"):
-        arena.incr_one(last)
+    for change_one in (arena.incr_one, arena.decr_one):
+        with pytest.raises(ValueError, match="free"):
+            change_one(last)
     assert not arena.references.any()
 
 

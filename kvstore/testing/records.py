@@ -1,9 +1,14 @@
-"""Records for tests: made, put, read back and judged."""
+"""Records for tests: made, put, read back, deleted and judged.
+
+What a store owes an engine around these calls is done here and nowhere else in the suite.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import mmap
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,6 +28,7 @@ from kvstore.record import (
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 STORE = bytes(range(16))
 NAMESPACE = bytes(range(16, 32))
@@ -97,6 +103,24 @@ def put(engine: Engine, blocks: Blocks, *, sync: bool = False, **record: str | b
     return replace(blocks, places=written.places)
 
 
+def delete(engine: Engine, blocks: Blocks) -> int:
+    """Delete records by name; return how many were there."""
+    return engine.delete_many(blocks)
+
+
+def reopen(engine: Engine, *held: Blocks) -> None:
+    """Open an engine whose records are known, as a store with a journal does."""
+    engine.open()
+    for blocks in held:
+        assert_stored(engine, blocks)
+
+
+def rebuild(engine: Engine) -> dict[Identity, int]:
+    """Open an engine and learn from a scan what it holds, as a store without a journal does."""
+    engine.open()
+    return scanned(engine)
+
+
 def verdicts(engine: Engine, blocks: Blocks) -> list[Verdict | None]:
     """Read blocks and judge them; None where the engine says that nothing is there."""
     images = blank_images(blocks)
@@ -144,5 +168,16 @@ def scanned(engine: Engine) -> dict[Identity, int]:
 
 
 def identities(blocks: Blocks) -> list[Identity]:
+    """Return the name of each block as :func:`scanned` has it."""
     versions = zip(blocks.key_list(), blocks.generations.tolist(), strict=True)
     return [(blocks.namespace, blocks.shard, key, generation) for key, generation in versions]
+
+
+def occupied(directory: Path) -> int:
+    """Return the bytes that all below a directory takes on the device, as ``du`` counts them."""
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for path in (folder, *(os.path.join(folder, name) for name in names)):
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(path).st_blocks * 512
+    return total

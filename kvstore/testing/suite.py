@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import threading
-import time
+import contextlib
+import shutil
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -13,19 +12,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from kvstore.backends.base import SCAN_BATCH, Blocks, Engine, EngineContext
-from kvstore.errors import EngineError, ReadOnly, StoreExists, StoreNotFound
+from kvstore.backends.base import SCAN_BATCH
+from kvstore.errors import KVStoreError
 from kvstore.keys import MAX_BLOCK_BYTES
-from kvstore.record import Verdict
-from kvstore.testing.machine import run_machine
+from kvstore.record import HEADER_PAGE, Verdict
+from kvstore.testing.load import LoadTests
 from kvstore.testing.records import (
     NAMESPACE,
     OTHER_NAMESPACE,
-    STORE,
     WRITTEN_NS,
     assert_absent,
     assert_stored,
     blank_images,
+    delete,
     full_images,
     identities,
     key_of,
@@ -34,48 +33,25 @@ from kvstore.testing.records import (
     scanned,
     verdicts,
 )
+from kvstore.testing.reopening import OpeningTests
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from multiprocessing.connection import Connection
+    from collections.abc import Callable
+
+    from kvstore.backends.base import Engine
 
 SIZES = [1, 511, 4095, 4096, 4097, 65536, 300_001, 2 << 20, MAX_BLOCK_BYTES]
+CLASS_PAGES = (2, 7, 8, 9, 10, 15, 16, 18, 20, 32, 36, 64, 72, 128, 144, 512, 576)
+"""Payloads that just fill a slot of one class of :mod:`kvstore.slots`, or of a plainer division."""
 
 
-class EngineTests:
+class EngineTests(OpeningTests, LoadTests):
     """Subclass it, name the subclass ``Test...`` and give it ``make``; pytest does the rest.
 
     An engine whose records do not outlive the process (``Capabilities.persistent``) skips what
-    needs that. Give ``damage`` as well if a record of the engine can be spoilt from outside.
+    needs that. Give ``damage`` as well if a record of the engine can be spoilt from outside, and a
+    larger ``capacity`` if it takes space by the hundredweight.
     """
-
-    def make(self, context: EngineContext) -> Engine:
-        """Return an engine that was neither created nor opened."""
-        raise NotImplementedError
-
-    def damage(self, engine: Engine, block: Blocks) -> None:
-        """Spoil the payload of one record on disk, behind the back of the open engine."""
-        pytest.skip("this engine does not say how to damage a record")
-
-    @pytest.fixture
-    def context(self, tmp_path: Path) -> EngineContext:
-        directory = tmp_path / "blocks"
-        directory.mkdir()
-        return EngineContext(directory, STORE)
-
-    @pytest.fixture
-    def engine(self, context: EngineContext) -> Iterator[Engine]:
-        engine = self.make(context)
-        engine.create()
-        engine.open()
-        yield engine
-        engine.close()
-
-    @pytest.fixture
-    def persistent(self, engine: Engine) -> Engine:
-        if not engine.capabilities.persistent:
-            pytest.skip("records of this engine do not outlive the process")
-        return engine
 
     # Putting and getting
 
@@ -84,6 +60,13 @@ class EngineTests:
         count = 3 if size <= 2 << 20 else 1
         blocks = put(engine, make_blocks([key_of(i) for i in range(count)], size))
         assert_stored(engine, blocks)
+
+    def test_sizes_around_the_limits_of_slot_classes(self, engine: Engine) -> None:
+        sizes = [pages * HEADER_PAGE + more for pages in CLASS_PAGES for more in (-1, 0, 1)]
+        blocks = put(engine, make_blocks([key_of(i) for i in range(len(sizes))], sizes))
+        assert_stored(engine, blocks)
+        assert delete(engine, blocks.take(slice(None, None, 2))) == (len(sizes) + 1) // 2
+        assert_stored(engine, blocks.take(slice(1, None, 2)))
 
     @pytest.mark.parametrize("length", [1, 2, 31, 32, 36, 63, 64])
     def test_keys_of_all_lengths_and_values(self, engine: Engine, length: int) -> None:
@@ -97,7 +80,7 @@ class EngineTests:
         put(engine, short)
         assert_absent(engine, long)
         long = put(engine, long)
-        engine.delete_many(short)
+        delete(engine, short)
         assert_stored(engine, long)
 
     def test_a_batch_of_many_sizes_keeps_its_order(self, engine: Engine) -> None:
@@ -115,7 +98,7 @@ class EngineTests:
         spaces = [(NAMESPACE, 0), (NAMESPACE, 65535), (OTHER_NAMESPACE, 0)]
         stored = [make_blocks(keys, namespace=name, shard=shard) for name, shard in spaces]
         stored = [put(engine, blocks) for blocks in stored]
-        assert engine.delete_many(stored[0]) == 2
+        assert delete(engine, stored[0]) == 2
         assert_absent(engine, stored[0])
         for blocks in stored[1:]:
             assert_stored(engine, blocks)
@@ -125,7 +108,7 @@ class EngineTests:
         new = put(engine, make_blocks([key_of(1)], 70_000, (1 << 63) + 5))
         assert_stored(engine, old)
         assert_stored(engine, new)
-        assert engine.delete_many(old) == 1
+        assert delete(engine, old) == 1
         assert_absent(engine, old)
         assert_stored(engine, new)
 
@@ -150,10 +133,10 @@ class EngineTests:
 
     def test_deleting(self, engine: Engine) -> None:
         blocks = put(engine, make_blocks([key_of(i) for i in range(4)]))
-        assert engine.delete_many(make_blocks([key_of(9)])) == 0
-        assert engine.delete_many(blocks.take(slice(1, 3))) == 2
-        assert engine.delete_many(blocks) == 2
-        assert engine.delete_many(blocks) == 0
+        assert delete(engine, make_blocks([key_of(9)])) == 0
+        assert delete(engine, blocks.take(slice(1, 3))) == 2
+        assert delete(engine, blocks) == 2
+        assert delete(engine, blocks) == 0
         assert_absent(engine, blocks)
         assert scanned(engine) == {}
         assert_stored(engine, put(engine, blocks))
@@ -163,7 +146,7 @@ class EngineTests:
         assert len(engine.put_many(nothing, [], sync=True).places) == 0
         assert len(engine.get_many_into(nothing, []).statuses) == 0
         assert len(engine.contains_many(nothing)) == 0
-        assert engine.delete_many(nothing) == 0
+        assert delete(engine, nothing) == 0
 
     def test_images_that_do_not_fit_are_a_mistake(self, engine: Engine) -> None:
         blocks = make_blocks([key_of(1), key_of(2)], 5000)
@@ -196,7 +179,7 @@ class EngineTests:
         engine.forget(NAMESPACE)
         kept = put(engine, make_blocks([key_of(1)]))
         gone = put(engine, make_blocks([key_of(1)], namespace=OTHER_NAMESPACE))
-        engine.delete_many(gone)
+        delete(engine, gone)
         engine.forget(OTHER_NAMESPACE)
         engine.forget(NAMESPACE)
         assert_stored(engine, kept)
@@ -239,125 +222,7 @@ class EngineTests:
         assert len(scanned(engine)) == 8
         assert _bytes_read() - before < 4 << 20
 
-    def test_a_scan_survives_writes_and_deletions(self, engine: Engine) -> None:
-        stable = put(engine, make_blocks([key_of(i) for i in range(300)], 100))
-        flood = [make_blocks([key_of(i) for i in range(n, n + 20)], 100) for n in (1000, 2000)]
-
-        def churn() -> None:
-            for blocks in flood:
-                engine.delete_many(put(engine, blocks))
-
-        def look() -> None:
-            assert set(identities(stable)) <= set(scanned(engine))
-
-        _in_parallel([churn, look], seconds=0.7)
-
-    # Opening and closing
-
-    def test_closing_twice_and_opening_again(self, persistent: Engine) -> None:
-        blocks = put(persistent, make_blocks([key_of(1), key_of(2)]))
-        persistent.close()
-        persistent.close()
-        persistent.open()
-        assert_stored(persistent, blocks)
-        again = self.make(persistent.context)
-        persistent.close()
-        again.open()
-        assert_stored(again, blocks)
-        assert len(scanned(again)) == 2
-        again.close()
-
-    def test_another_process_finds_the_records(self, persistent: Engine) -> None:
-        blocks = put(persistent, make_blocks([key_of(i) for i in range(5)], 100_000))
-        persistent.close()
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            arguments = (type(persistent), persistent.context, blocks)
-            assert pool.apply(_verdicts_elsewhere, arguments) == [Verdict.OK] * 5
-            pool.close()
-            pool.join()
-
-    def test_a_killed_writer_leaves_whole_records(self, persistent: Engine) -> None:
-        persistent.close()
-        acknowledged = _killed_writer(persistent)
-        persistent.open()
-        found = scanned(persistent)
-        for generation in range(1, acknowledged + 1):
-            block = make_blocks([key_of(generation % 50)], 200_000, generation)
-            block.places[0] = found[identities(block)[0]]
-            assert_stored(persistent, block)
-        assert len(found) - acknowledged in (0, 1)
-        for (_, _, key, generation), place in found.items():
-            block = make_blocks([key], 200_000, generation)
-            block.places[0] = place
-            assert verdicts(persistent, block) == [Verdict.OK]
-
-    def test_opening_makes_nothing(self, context: EngineContext) -> None:
-        missing = replace(context, directory=context.directory / "missing")
-        for place in (context, missing):
-            engine = self.make(place)
-            with pytest.raises(StoreNotFound):
-                engine.open()
-            engine.close()
-        assert list(context.directory.iterdir()) == []
-
-    def test_creating_where_something_is(self, engine: Engine) -> None:
-        blocks = put(engine, make_blocks([key_of(1)]))
-        with pytest.raises(StoreExists):
-            self.make(engine.context).create()
-        assert_stored(engine, blocks)
-
-    def test_a_closed_engine_says_so(self, engine: Engine) -> None:
-        blocks = make_blocks([key_of(1)])
-        engine.close()
-        uses: list[Callable[[], object]] = [
-            lambda: engine.put_many(blocks, full_images(blocks), sync=False),
-            lambda: engine.get_many_into(blocks, blank_images(blocks)),
-            lambda: engine.contains_many(blocks),
-            lambda: engine.delete_many(blocks),
-            lambda: list(engine.scan()),
-            engine.flush,
-        ]
-        for use in uses:
-            with pytest.raises(EngineError):
-                use()
-
-    def test_a_reader_writes_nothing(self, persistent: Engine) -> None:
-        blocks = put(persistent, make_blocks([key_of(1)]))
-        persistent.close()
-        reader = self.make(replace(persistent.context, read_only=True))
-        reader.open()
-        assert_stored(reader, blocks)
-        assert len(scanned(reader)) == 1
-        with pytest.raises(ReadOnly):
-            reader.put_many(blocks, full_images(blocks), sync=False)
-        with pytest.raises(ReadOnly):
-            reader.delete_many(blocks)
-        assert_stored(reader, blocks)
-        reader.close()
-
-    # The rest
-
-    def test_readers_writers_and_a_scanner(self, engine: Engine) -> None:
-        stable = put(engine, make_blocks([key_of(i) for i in range(40)], 20_000))
-
-        def read() -> None:
-            assert_stored(engine, stable)
-
-        def writer(first: int) -> Callable[[], None]:
-            def write() -> None:
-                keys = [key_of(i) for i in range(first, first + 10)]
-                blocks = put(engine, make_blocks(keys, 20_000))
-                assert_stored(engine, blocks)
-                assert engine.delete_many(blocks) == 10
-                assert_absent(engine, blocks)
-
-            return write
-
-        def scan() -> None:
-            assert set(identities(stable)) <= set(scanned(engine))
-
-        _in_parallel([read, read, read, read, writer(1000), writer(2000), scan], seconds=1.0)
-        assert set(scanned(engine)) == set(identities(stable))
+    # Damage, figures
 
     def test_damage_stays_where_it_is(self, engine: Engine) -> None:
         blocks = put(engine, make_blocks([key_of(i) for i in range(9)], 20_000))
@@ -369,10 +234,28 @@ class EngineTests:
         fresh = put(engine, make_blocks([key_of(4)], 20_000, 2))
         assert_stored(engine, fresh)
 
+    def test_a_directory_that_vanishes_is_no_crash(self, engine: Engine) -> None:
+        blocks = put(engine, make_blocks([key_of(1), key_of(2)]))
+        shutil.rmtree(engine.context.directory)
+        new = make_blocks([key_of(3)])
+        uses: list[Callable[[], object]] = [
+            lambda: verdicts(engine, blocks),
+            lambda: engine.contains_many(blocks),
+            lambda: engine.put_many(new, full_images(new), sync=True),
+            lambda: list(engine.scan()),
+            lambda: delete(engine, blocks),
+            engine.flush,
+            engine.check,
+            engine.stats,
+        ]
+        for use in uses:
+            with contextlib.suppress(KVStoreError):
+                use()
+
     def test_figures_and_check(self, engine: Engine) -> None:
         put(engine, make_blocks([key_of(1)]))
         stats = engine.stats()
-        assert stats.io in ("memory", "direct", "buffered")
+        assert stats.io in ("memory", "direct", "buffered", "mmap")
         assert stats.overhead_bytes >= 0
         assert not engine.failed
         assert engine.check() == []
@@ -380,81 +263,8 @@ class EngineTests:
         assert engine.capabilities.space_factor >= 1.0
         assert engine.name
 
-    def test_it_agrees_with_a_dictionary(
-        self, context: EngineContext, tmp_path_factory: pytest.TempPathFactory
-    ) -> None:
-        def make() -> Engine:
-            directory = tmp_path_factory.mktemp("machine")
-            engine = self.make(replace(context, directory=directory))
-            engine.create()
-            engine.open()
-            return engine
-
-        run_machine(make)
-
 
 def _bytes_read() -> int:
     """Return the bytes that this process has got from read calls so far (proc_pid_io(5))."""
     line = Path("/proc/self/io").read_text().splitlines()[0]
     return int(line.removeprefix("rchar: "))
-
-
-def _in_parallel(tasks: list[Callable[[], None]], *, seconds: float) -> None:
-    """Run each task again and again in a thread of its own; raise what the first one raised."""
-    end = time.monotonic() + seconds
-    failures: list[BaseException] = []
-
-    def repeat(task: Callable[[], None]) -> None:
-        try:
-            while time.monotonic() < end and not failures:
-                task()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=repeat, args=(task,)) for task in tasks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-
-
-def _verdicts_elsewhere(
-    engine_class: type[Engine], context: EngineContext, blocks: Blocks
-) -> list[Verdict | None]:
-    engine = engine_class(context)
-    engine.open()
-    try:
-        return verdicts(engine, blocks)
-    finally:
-        engine.close()
-
-
-def _killed_writer(engine: Engine) -> int:
-    """Let a process put generations 1, 2, ... and kill it; return the last acknowledged one."""
-    spawn = multiprocessing.get_context("spawn")
-    here, there = spawn.Pipe(duplex=False)
-    process = spawn.Process(target=_put_for_ever, args=(type(engine), engine.context, there))
-    process.start()
-    there.close()
-    for _ in range(60):
-        acknowledged: int = here.recv()
-    process.kill()
-    process.join()
-    try:
-        while True:
-            acknowledged = here.recv()
-    except EOFError:
-        here.close()
-        return acknowledged
-
-
-def _put_for_ever(
-    engine_class: type[Engine], context: EngineContext, acknowledged: Connection
-) -> None:
-    engine = engine_class(context)
-    engine.open()
-    for generation in range(1, 1 << 20):
-        put(engine, make_blocks([key_of(generation % 50)], 200_000, generation))
-        acknowledged.send(generation)
