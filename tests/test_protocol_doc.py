@@ -12,7 +12,7 @@ import pytest
 
 from kvstore import errors, peers, protocol
 from kvstore.answers import Ack, BlockStatus
-from kvstore.protocol import Event, Flag, Frame, Op
+from kvstore.protocol import MOST_PUT_BYTES, PUT_BYTES, Event, Flag, Frame, Op
 from kvstore.server import ServerOptions
 from kvstore.service import MAX_PIN_SECONDS
 from tests.talk import Bare, Talker, bare
@@ -101,6 +101,8 @@ def test_limits(daemon: Bare) -> None:
         told = talker.json(Op.HELLO, version=1).json
     assert told["limits"]["pin_seconds"] == 0xFFFFFFFF, "we are an administrator"
     told["limits"]["pin_seconds"] = MAX_PIN_SECONDS
+    assert told["limits"]["put_bytes"] == PUT_BYTES, "we have little memory"
+    told["limits"]["put_bytes"] = MOST_PUT_BYTES
     assert {name: int(value) for name, value, _ in table("Limits")} == told["limits"]
     for field in told:
         assert f"`{field}`" in TEXT
