@@ -13,6 +13,7 @@ ENTRY_POINTS = "kvstore.backends"
 BUILT_IN = {
     "memory": "kvstore.backends.memory:MemoryEngine",
     "filesystem": "kvstore.backends.filesystem:FilesystemEngine",
+    "superblock": "kvstore.backends.superblock:SuperblockEngine",
 }
 
 
