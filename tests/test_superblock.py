@@ -11,16 +11,19 @@ from kvstore.backends.superblock import SuperblockEngine
 from kvstore.testing import EngineTests
 
 
+SMALL = {"superblock_bytes": 66 << 20}
+
+
 class TestSuperblock(EngineTests):
     def make(self, context: EngineContext) -> Engine:
-        return SuperblockEngine(context)
+        return SuperblockEngine(replace(context, options=SMALL))
 
 
 class TestBuffered(EngineTests):
     def make(self, context: EngineContext) -> Engine:
-        return SuperblockEngine(replace(context, options={"io": "buffered"}))
+        return SuperblockEngine(replace(context, options={"io": "buffered", **SMALL}))
 
 
 class TestMapped(EngineTests):
     def make(self, context: EngineContext) -> Engine:
-        return SuperblockEngine(replace(context, options={"io": "mmap"}))
+        return SuperblockEngine(replace(context, options={"io": "mmap", **SMALL}))

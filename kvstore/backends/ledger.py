@@ -101,6 +101,10 @@ class Ledger:
         found[there] = self._versions[self.ids(places[there])]
         return there & (found == generations), there & (found == UNKNOWN)
 
+    def version_at(self, place: int) -> int:
+        """Return the generation in a place that is known, or what stands for one."""
+        return int(self._versions[self.ids(np.array([place], np.uint64))[0]])
+
     # -- coming -----------------------------------------------------------------------------------
 
     def take(self, sizes: I64, generations: U64) -> tuple[U64, Mask]:

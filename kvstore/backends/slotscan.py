@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.backends.base import Finding
 from kvstore.backends.ledger import UNKNOWN
-from kvstore.backends.superfile import TOMBSTONE, name_of
+from kvstore.backends.superfile import TOMBSTONE, blank_page, name_of
 from kvstore.errors import CorruptBlock
 from kvstore.record import HEADER_PAGE, Header, decode, image_bytes
 
@@ -82,16 +82,22 @@ class SlotReader:
         for at, page in self._pages(share):
             place, version = share.places[at], share.versions[at]
             path = f"super/{name_of(share.number)} slot {place & 0xFFFFFFFF}"
-            if isinstance(page, OSError):
-                found.append((place, Finding("unreadable", path, str(page.strerror))))
-            elif version != UNKNOWN or bytes(page[:4]) not in _NOTHING:
+            if version == UNKNOWN and not isinstance(page, OSError) and page[:4] in _NOTHING:
+                continue
+            item = self._judge(page, version, path, share.slot_bytes)
+            if isinstance(item, Finding):
+                # What was overwritten while we read is no fault.
+                page = self._page(share.number, blank_page(), share.offsets[at])
                 item = self._judge(page, version, path, share.slot_bytes)
+            if not isinstance(item, Finding) or self._ledger.version_at(place) == version:
                 found.append((place, item))
         return found
 
     def _judge(
-        self, page: memoryview, version: int, path: str, slot_bytes: int
+        self, page: memoryview | OSError, version: int, path: str, slot_bytes: int
     ) -> Header | Finding:
+        if isinstance(page, OSError):
+            return Finding("unreadable", path, str(page.strerror))
         try:
             header = decode(page)
         except CorruptBlock as error:

@@ -32,6 +32,7 @@ MAGIC = b"KVSB"
 VERSION = 1
 HEADER = struct.Struct("<4sHH16sIIQQ")
 SUM = struct.Struct("<Q")
+FOLDER = "super"
 SUFFIX = ".sb"
 NEW = ".new"
 """Suffix of a file that is being made."""
