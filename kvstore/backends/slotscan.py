@@ -82,22 +82,24 @@ class SlotReader:
         for at, page in self._pages(share):
             place, version = share.places[at], share.versions[at]
             path = f"super/{name_of(share.number)} slot {place & 0xFFFFFFFF}"
-            if version == UNKNOWN and not isinstance(page, OSError) and page[:4] in _NOTHING:
-                continue
             item = self._judge(page, version, path, share.slot_bytes)
             if isinstance(item, Finding):
                 # What was overwritten while we read is no fault.
                 page = self._page(share.number, blank_page(), share.offsets[at])
                 item = self._judge(page, version, path, share.slot_bytes)
-            if not isinstance(item, Finding) or self._ledger.version_at(place) == version:
+            if isinstance(item, Finding) and self._ledger.version_at(place) != version:
+                item = None
+            if item is not None:
                 found.append((place, item))
         return found
 
     def _judge(
         self, page: memoryview | OSError, version: int, path: str, slot_bytes: int
-    ) -> Header | Finding:
+    ) -> Header | Finding | None:
         if isinstance(page, OSError):
             return Finding("unreadable", path, str(page.strerror))
+        if page[:4] in _NOTHING:
+            return None
         try:
             header = decode(page)
         except CorruptBlock as error:
