@@ -31,14 +31,24 @@ class Removal(Job):
 
     ``bytes`` is what it frees on disk, ``count`` the number of blocks. With ``reason`` the records
     are damaged: a copy goes to quarantine before they are deleted. With ``stays`` the rows
-    themselves remain, about to hold other versions. A removal whose bytes could not be deleted
+    themselves remain, about to hold other versions. ``evicted``: a rebuild of the index may bring
+    them back. A removal whose bytes could not be deleted
     joins ``core.stuck`` and may be performed again.
     """
 
-    def __init__(self, core: Core, rows: U32, reason: str = "", *, stays: bool = False) -> None:
+    def __init__(
+        self,
+        core: Core,
+        rows: U32,
+        reason: str = "",
+        *,
+        stays: bool = False,
+        evicted: bool = False,
+    ) -> None:
         super().__init__()
         self._core = core
         self._reason = reason
+        self._evicted = evicted
         self._written_down = False
         self._deleted = False
         self._groups = versions.groups(core.index, core.namespaces, rows)
@@ -69,7 +79,7 @@ class Removal(Job):
                 core.quarantine.keep(core.engine, blocks, self._reason)
         self._reason = ""
         for _, blocks in self._groups:
-            core.engine.delete_many(blocks)
+            core.engine.delete_many(blocks, evicted=self._evicted)
         self._deleted = True
 
     def finish(self) -> None:
@@ -155,6 +165,8 @@ def make_room(core: Core, need: int) -> list[Removal] | None:
     """
     usage = core.usage()
     wanted = core.space.to_evict(usage, need)
+    if wanted and not core.may_evict:
+        return None
     core.trim_due = core.trim_due or wanted > 0
     victims = choose_victims(core, wanted)
     freed = int(record.image_bytes_of(core.index.sizes[victims]).sum())
@@ -165,7 +177,7 @@ def make_room(core: Core, need: int) -> list[Removal] | None:
 
 def evict(core: Core, victims: U32) -> Removal:
     """Make the removal of chosen victims and count it."""
-    removal = Removal(core, victims)
+    removal = Removal(core, victims, evicted=True)
     core.counters.evictions += removal.count
     core.counters.evicted_bytes += removal.bytes
     return removal

@@ -218,7 +218,7 @@ class Lingering(FilesystemEngine):
         read = super().get_many_into(blocks, images)
         return Read(np.where(self._there(blocks), read.statuses, Status.MISSING), read.filled)
 
-    def delete_many(self, blocks: Blocks) -> int:
+    def delete_many(self, blocks: Blocks, *, evicted: bool = False) -> int:
         there = int(self.contains_many(blocks).sum())
         self.gone.update(identities(blocks))
         return there

@@ -156,15 +156,14 @@ class Finding:
 class Stats:
     """``overhead_bytes``: what ``du`` counts besides records (directories, indexes), a lower bound
     until the engine has looked everywhere; with fixed slots, also what they lose to rounding, but
-    not free slots. ``spare_bytes``: free slots, made and not in use. ``excess_bytes``: what the
-    files take above what :meth:`Engine.allow` said. ``io``: one of ``memory``, ``direct``,
-    ``buffered``, ``mmap``; ``notes`` are sentences for ``status``."""
+    not free slots. ``file_bytes``: what the files take in all, where they are made ahead of use,
+    else 0. ``io``: one of ``memory``, ``direct``, ``buffered``, ``mmap``; ``notes`` are sentences
+    for ``status``."""
 
     overhead_bytes: int
     io: str
     notes: tuple[str, ...] = ()
-    spare_bytes: int = 0
-    excess_bytes: int = 0
+    file_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +172,13 @@ class Room:
 
     A *group* is what shares the upper 32 bits of its places. Every record that leaves one of
     ``own`` makes room for one; one of ``others`` must lose all its records first (see
-    :meth:`Engine.close_group`), then there is room for ``records`` at once.
+    :meth:`Engine.close_group`). ``free``: records for which there is room now. Closed groups count
+    nowhere.
     """
 
     own: U32
     others: U32
-    records: int
+    free: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,8 +326,10 @@ class Engine(ABC):
         none = np.zeros(0, np.uint32)
         return Room(none, none, 0)
 
-    def close_group(self, group: int) -> None:  # noqa: B027
-        """Put nothing more into a group; when it is empty, whoever needs it has it."""
+    def close_group(self, group: int) -> bool:
+        """Put nothing more into a group; return whether it is empty: then whoever needs it has it.
+        May be called again to ask."""
+        return False
 
     def reopen_group(self, group: int) -> None:  # noqa: B027
         """Take :meth:`close_group` back, unless the group has become empty."""

@@ -50,15 +50,6 @@ class Ledger:
     # -- figures ----------------------------------------------------------------------------------
 
     @property
-    def free_bytes(self) -> int:
-        """Bytes of free slots, also of super-blocks that nobody has at the moment."""
-        with self._lock:
-            arena = self.arena
-            given = np.flatnonzero(arena.classes != BLANK)
-            free = arena.chunk_free[given] * arena.class_bytes[arena.classes[given]]
-            return int(free.sum()) + len(self._spare) * arena.chunk_bytes
-
-    @property
     def slack_bytes(self) -> int:
         """Bytes that records leave unused in their slots."""
         return self._slack_pages * PAGE
@@ -229,13 +220,16 @@ class Ledger:
             self.arena.reassign(empty[:1])
             return int(empty[0]) + 1
 
-    def close(self, number: int) -> None:
-        """Put nothing more into a super-block."""
+    def close(self, number: int) -> bool:
+        """Put nothing more into a super-block; return whether it holds nothing."""
         with self._lock:
             chunk = number - 1
-            if chunk not in self._closed and self.arena.classes[chunk] != BLANK:
+            if self.arena.classes[chunk] == BLANK:
+                return True
+            if chunk not in self._closed:
                 self._closed[chunk] = [self.arena.take_all(chunk)]
                 self._end_if_empty(chunk)
+            return chunk not in self._closed
 
     def reopen(self, number: int) -> None:
         with self._lock:
@@ -251,8 +245,8 @@ class Ledger:
             self._spare.append(chunk + 1)
 
     def groups(self, size: int) -> tuple[U32, U32, int]:
-        """Return the super-blocks of the class of an image, those of other classes, and how many
-        such images one holds; without those that are closed."""
+        """Return the super-blocks of the class of an image, those of other classes, and the free
+        slots of the class; without those that are closed."""
         with self._lock:
             arena = self.arena
             size_class = int(arena.classes_of(np.array([size]))[0])
@@ -260,7 +254,7 @@ class Ledger:
             chunks = chunks[~np.isin(chunks, list(self._closed))]
             own = arena.classes[chunks] == size_class
             numbers = (chunks + 1).astype(np.uint32)
-            return numbers[own], numbers[~own], arena.slots_per_chunk(size_class)
+            return numbers[own], numbers[~own], self._free_of(size_class)
 
     # -- looking ----------------------------------------------------------------------------------
 

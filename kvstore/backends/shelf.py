@@ -250,8 +250,12 @@ class Shelf:
         """Take no more than ``limit`` bytes; give files back that hold nothing."""
         with self.growing:
             self._limit = limit
-            while self.excess_bytes and (number := self.ledger.take_empty()):
+            while self._excess and (number := self.ledger.take_empty()):
                 self._retire(number)
+
+    @property
+    def _excess(self) -> bool:
+        return len(self.descriptors) * self.file_bytes > self._limit
 
     def _retire(self, number: int) -> None:
         descriptor = self.descriptors.pop(number)
@@ -304,11 +308,6 @@ class Shelf:
         return self._maps[number]
 
     # -- figures ----------------------------------------------------------------------------------
-
-    @property
-    def excess_bytes(self) -> int:
-        """Bytes that the files take above the limit."""
-        return max(0, len(self.descriptors) * self.file_bytes - self._limit)
 
     @property
     def lost_bytes(self) -> int:

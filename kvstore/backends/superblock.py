@@ -252,8 +252,8 @@ class SuperblockEngine(base.Engine):
             return super().room(length)
         return base.Room(*shelf.ledger.groups(image_bytes(length)))
 
-    def close_group(self, group: int) -> None:
-        self._open_shelf().ledger.close(group)
+    def close_group(self, group: int) -> bool:
+        return self._open_shelf().ledger.close(group)
 
     def reopen_group(self, group: int) -> None:
         self._open_shelf().ledger.reopen(group)
@@ -442,8 +442,7 @@ class SuperblockEngine(base.Engine):
             overhead_bytes=shelf.lost_bytes,
             io="mmap" if self._io == "mmap" else shelf.files.io,
             notes=tuple(note for note in notes if note),
-            spare_bytes=shelf.ledger.free_bytes,
-            excess_bytes=shelf.excess_bytes,
+            file_bytes=shelf.file_bytes * len(shelf.descriptors),
         )
 
     def check(self) -> list[Finding]:

@@ -122,8 +122,8 @@ class FaultyEngine(Engine):
     def room(self, length: int) -> Room:
         return self.inner.room(length)
 
-    def close_group(self, group: int) -> None:
-        self.inner.close_group(group)
+    def close_group(self, group: int) -> bool:
+        return self.inner.close_group(group)
 
     def reopen_group(self, group: int) -> None:
         self.inner.reopen_group(group)
