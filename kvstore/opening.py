@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from kvstore import checkpoint, events, eviction, layout, record, settle, versions
-from kvstore.backends import engine_class
+from kvstore.backends import ALIASES, engine_class, plain_name
 from kvstore.backends.base import EngineContext
 from kvstore.boot import Boot
 from kvstore.check import Quarantine
@@ -54,7 +54,6 @@ CAPACITY_SHARE = 0.5
 POPULATE_BYTES = 16 << 20
 MIN_RESERVE = 64 << 10
 MAX_RESERVE = 4 << 20
-_ENGINE_ALIASES = {"mmap": "superblock"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +114,7 @@ def _fill_store(path: Path, options: Options) -> StoreRecord:
 
 
 def _engine_name(name: str | None) -> str | None:
-    return _ENGINE_ALIASES.get(name, name) if name else None
+    return plain_name(name) if name else None
 
 
 def _reserve(capacity: int) -> int:
@@ -123,7 +122,7 @@ def _reserve(capacity: int) -> int:
 
 
 def _engine(path: Path, record: StoreRecord, options: Options) -> Engine:
-    io = options.engine if options.engine in _ENGINE_ALIASES else options.io
+    io = options.engine if options.engine in ALIASES else options.io
     return engine_class(record.engine)(
         EngineContext(
             directory=path / record.blocks,
