@@ -105,7 +105,7 @@ def new_record(
         engine=engine,
         capacity_bytes=capacity,
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        engine_options={} if engine_options is None else engine_options,
+        engine_options={"fanout": 256} if engine_options is None else engine_options,
     )
 
 
