@@ -113,6 +113,9 @@ class Shelf:
         self.descriptors[number] = descriptor
         if status.st_size < self.file_bytes:
             self.complaints.log("opening", name, OSError(errno.EIO, "the file was cut off"))
+            if not self._read_only:
+                with contextlib.suppress(OSError):
+                    superfile.reserve(descriptor, self.file_bytes)
         self._learn_shape(number)
 
     def _learn_shape(self, number: int) -> None:

@@ -104,7 +104,7 @@ def make(files: Files, folder: int, shape: Shape) -> int:
     descriptor = files.open(new, CREATE & ~os.O_WRONLY | os.O_RDWR, folder)
     try:
         reach("make.opened")
-        _reserve(descriptor, shape.file_bytes)
+        reserve(descriptor, shape.file_bytes)
         reach("make.reserved")
         write_header(files, descriptor, shape)
         os.fsync(descriptor)
@@ -121,16 +121,20 @@ def make(files: Files, folder: int, shape: Shape) -> int:
     return descriptor
 
 
-def _reserve(descriptor: int, size: int) -> None:
-    """Take the space on the device now, so that later writes into the file never lack it."""
+def reserve(descriptor: int, size: int) -> None:
+    """Take the space on the device now, so that later writes into the file never lack it.
+
+    What is there stays. Raises OSError, and may then leave the file half grown.
+    """
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             raise
+        end = os.fstat(descriptor).st_size // PAGE * PAGE
         os.ftruncate(descriptor, size)
         zeros = memoryview(mmap.mmap(-1, _FILL_BYTES))
-        for start in range(0, size, _FILL_BYTES):
+        for start in range(end, size, _FILL_BYTES):
             os.pwritev(descriptor, [zeros[: min(_FILL_BYTES, size - start)]], start)
 
 
