@@ -51,9 +51,9 @@ class Boot:
         core = self._core
         given_up = self._given_up()
         scan = self._untrusted or self._lost_power
-        claim(core, complete=not scan and not len(given_up))
-        if len(given_up):
-            core.leftovers = given_up
+        core.leftovers = given_up if len(given_up) else None
+        claim(core, complete=not scan and core.leftovers is None)
+        if core.leftovers is not None:
             deletion = DeleteLeftovers(core)
             core.queue(deletion)
             if not scan:

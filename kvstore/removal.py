@@ -32,8 +32,8 @@ class Removal(Job):
     ``bytes`` is what it frees on disk, ``count`` the number of blocks. With ``reason`` the records
     are damaged: a copy goes to quarantine before they are deleted. With ``stays`` the rows
     themselves remain, about to hold other versions. ``evicted``: a rebuild of the index may bring
-    them back. A removal whose bytes could not be deleted
-    joins ``core.stuck`` and may be performed again.
+    them back. ``moved``: the same blocks are elsewhere by now, nobody is told. A removal whose
+    bytes could not be deleted joins ``core.stuck`` and may be performed again.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class Removal(Job):
         *,
         stays: bool = False,
         evicted: bool = False,
+        moved: bool = False,
     ) -> None:
         super().__init__()
         self._core = core
@@ -60,7 +61,8 @@ class Removal(Job):
         core.late.forget(rows)
         if core.scan is not None:
             core.scan.give_up(self.frees["generation"])
-        core.publish_removed(rows)
+        if not moved:
+            core.publish_removed(rows)
         self._hidden = rows[:0] if stays else core.index.remove(rows)
         core.going += self.bytes
 
@@ -110,15 +112,18 @@ def retire(core: Core, rows: U32, reason: str = "") -> list[Removal]:
     return removals
 
 
-def supersede(core: Core, rows: U32, sizes: U32, generations: U64, places: U64) -> None:
-    """Give rows new versions that the engine has; the old ones go when their readers have gone."""
+def supersede(core: Core, rows: U32, new: events.Records, places: U64, *, moved: bool) -> None:
+    """Give rows new versions that the engine has; the old ones go when their readers have gone.
+
+    ``moved``: the same bytes in another place.
+    """
     references = core.index.take_references(rows)
-    removals = [Removal(core, rows[references == 0], stays=True)]
-    core.queue(removals[0])
+    core.queue(Removal(core, rows[references == 0], stays=True, moved=moved))
     for row, count in zip(rows[references > 0], references[references > 0], strict=True):
-        core.hold(int(row), int(count), Removal(core, rows[rows == row], stays=True))
-    core.index.replace(rows, sizes, generations, places)
-    core.publish_stored(rows)
+        core.hold(int(row), int(count), Removal(core, rows[rows == row], stays=True, moved=moved))
+    core.index.replace(rows, new["length"], new["generation"], places)
+    if not moved:
+        core.publish_stored(rows)
 
 
 def forget(core: Core, begins: events.Records, blocks: Blocks) -> None:

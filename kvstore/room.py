@@ -45,8 +45,8 @@ SLACK_SHARE = 64
 """At least this part (1/n) of the blocks in slots of a length leave at a time."""
 MOVE_BYTES = 8 << 20
 """So much is read and written at a time when blocks move."""
-WAIT_SECONDS = 0.01
-MOST_WAITS = 500
+WAIT_SECONDS = 0.02
+MOST_WAITS = 250
 """How often an emptied group is asked whether its last records have gone."""
 
 
@@ -110,27 +110,23 @@ class Rooms:
 
     def _oldest(self, room: Room, length: int) -> tuple[U32, float]:
         """Return leaves in slots of a length that were used longest ago, and their mean stamp."""
-        core, index = self._core, self._core.index
-        rows = _on_disk(core)
-        rows = rows[np.isin(self._groups_of(rows), room.own)]
+        core = self._core
+        rows = _in_groups(core, _on_disk(core), room.own)
         image = record.image_bytes(length)
         lacking = sum(
             int((record.image_bytes_of(entry.blocks.lengths) == image).sum())
             for entry in self._waiting
         )
-        count = max(lacking, len(rows) // SLACK_SHARE, 1)
-        rows = rows[np.argsort(index.last_use[rows])]
-        victims = index.victims(rows, count * image, core.clock.seconds())
-        stamps = index.last_use[victims]
+        victims = _leaves(core, rows, max(lacking, len(rows) // SLACK_SHARE, 1))
+        stamps = core.index.last_use[victims]
         return victims, float(stamps.mean()) if len(victims) else np.inf
 
     def _least_valuable(self, groups: U32) -> tuple[int, float]:
         """Return the group whose blocks were used longest ago on average; 0 if there is none."""
-        rows = _on_disk(self._core)
-        mine = self._groups_of(rows)
-        rows, mine = rows[np.isin(mine, groups)], mine[np.isin(mine, groups)]
         if not len(groups):
             return 0, np.inf
+        rows = _in_groups(self._core, _on_disk(self._core), groups)
+        mine = self._groups_of(rows)
         size = int(groups.max()) + 1
         counts = np.bincount(mine, minlength=size)[groups]
         stamps = self._core.index.last_use[rows].astype(np.float64)
@@ -175,6 +171,7 @@ class Emptying:
         self._core = core
         self._group = group
         self._done, self._failed = done, failed
+        self._rows: U32 = np.zeros(0, np.uint32)
         self._left = 1 << 62
         self._waits = 0
         self._go_on()
@@ -185,7 +182,7 @@ class Emptying:
         if core.engine.close_group(self._group):
             self._done()
             return
-        rows = self._rows()
+        rows = self._remaining()
         if not 0 < len(rows) < self._left:
             self._left = 1 << 62
             self._wait()
@@ -199,41 +196,40 @@ class Emptying:
             core.queue(removal)
             return
         try:
-            self._move(rows[: max(room.free, 0)])
+            self._move(rows)
         except Busy:
             self._wait()
 
-    def _rows(self) -> U32:
+    def _remaining(self) -> U32:
         """Return rows in the group that nobody is renewing, the most recently used first."""
         core, index = self._core, self._core.index
-        rows = _on_disk(core)
-        rows = rows[index.places[rows] >> np.uint64(32) == self._group]
+        rows = self._inside(self._rows)
+        if not len(rows):
+            # What was being written when we looked first is there by now. Looks at every row.
+            rows = self._rows = self._inside(_on_disk(core))
         rows = rows[[row not in core.writing for row in rows.tolist()]]
         newest: U32 = rows[np.argsort(index.last_use[rows])[::-1]]
         return newest
 
+    def _inside(self, rows: U32) -> U32:
+        rows = rows[self._core.index.places[rows] >> np.uint64(32) == self._group]
+        return rows[_stays(self._core, rows)]
+
     def _choose(self, rows: U32, room: Room) -> U32:
         """Return the leaves that must leave because the rest would not fit elsewhere: of the group,
         and if they do not suffice, of others with slots of this length."""
-        core, index = self._core, self._core.index
-        lacking = len(rows) - room.free
+        core, lacking = self._core, len(rows) - room.free
         if lacking <= 0:
             return rows[:0]
-        now, ones = core.clock.seconds(), _one
-        going = index.victims(rows[::-1], lacking, now, ones)
+        going = _leaves(core, rows, lacking)
         if len(going) < lacking:
-            others = _on_disk(core)
-            others = others[np.isin(index.places[others] >> np.uint64(32), room.own)]
-            others = others[np.argsort(index.last_use[others])]
-            more = index.victims(others, lacking - len(going), now, ones)
+            others = _in_groups(core, _on_disk(core), room.own)
+            more = _leaves(core, others, lacking - len(going))
             going = np.union1d(going, more).astype(np.uint32)
         return going
 
     def _move(self, rows: U32) -> None:
         core, index = self._core, self._core.index
-        if not len(rows):
-            self._wait()
-            return
         spaces = index.spaces[rows].astype(np.uint64) << np.uint64(8) | index.key_lengths[rows]
         rows = rows[spaces == spaces[0]]
         sizes = np.cumsum(record.image_bytes_of(index.sizes[rows]))
@@ -349,13 +345,40 @@ class Move(Job, Waiter):
             self._after()
 
 
+def _stays(core: Core, rows: U32) -> Bools:
+    """Tell whose records are in the engine and stay there for all we know."""
+    state = core.index.flags[rows] & np.uint8(DISK | WRITING | GHOST | HIDDEN)
+    stays: Bools = state == DISK
+    return stays
+
+
 def _on_disk(core: Core) -> U32:
-    """Return the rows whose records are in the engine and stay there for all we know."""
-    index = core.index
-    rows = index.rows_of(None)
-    state = index.flags[rows] & np.uint8(DISK | WRITING | GHOST | HIDDEN)
-    there: U32 = rows[state == DISK]
-    return there
+    rows = core.index.rows_of(None)
+    return rows[_stays(core, rows)]
+
+
+def _in_groups(core: Core, rows: U32, groups: U32) -> U32:
+    """Return those rows whose records lie in one of the groups."""
+    mine = core.index.places[rows] >> np.uint64(32)
+    table = np.zeros(int(max(mine.max(initial=0), groups.max(initial=0))) + 1, np.bool_)
+    table[groups] = True
+    inside: U32 = rows[table[mine]]
+    return inside
+
+
+def _leaves(core: Core, rows: U32, count: int) -> U32:
+    """Return ``count`` of the rows, or as many as may go, that were used longest ago."""
+    index, now, window = core.index, core.clock.seconds(), max(4 * count, 1024)
+    stamps = index.last_use[rows]
+    while True:
+        oldest = rows
+        if window < len(rows):
+            oldest = rows[np.argpartition(stamps, window)[:window]]
+        oldest = oldest[np.argsort(index.last_use[oldest])]
+        victims = index.victims(oldest, count, now, _one)
+        if len(victims) >= count or window >= len(rows):
+            return victims
+        window *= 4
 
 
 def _one(sizes: U32) -> np.ndarray:

@@ -450,7 +450,7 @@ class Write(Job):
         there = ok & index.holds(rows, old) & ((index.flags[rows] & DISK) != 0)
         core.release(rows, old)
         new = entry.begins[there]
-        supersede(core, rows[there], new["length"], new["generation"], entry.written[there])
+        supersede(core, rows[there], new, entry.written[there], moved=entry.moves)
         entry.gone = ok & ~there
         if entry.gone.any():
             # Deleted or found damaged meanwhile: what was written must not come back with the

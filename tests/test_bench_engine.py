@@ -16,7 +16,7 @@ from tests.command import run_command
 
 def plan(tmp_path: Path, **changes: Any) -> bench.Plan:
     return bench.Plan(
-        **{"blocks": 20, "block_bytes": 70_000, "rounds": 2, **changes}, directory=tmp_path / "demo"
+        **{"blocks": 20, "block_bytes": 69_632, "rounds": 2, **changes}, directory=tmp_path / "demo"
     )
 
 
@@ -53,6 +53,11 @@ def test_wrong_bytes_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(SuperblockEngine, "get_many_into", get)
     with pytest.raises(bench.WrongBytes):
         bench.run(plan(tmp_path), lambda _: None)
+
+
+def test_blocks_of_odd_sizes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="O_DIRECT"):
+        bench.run(plan(tmp_path, block_bytes=70_000), lambda _: None)
 
 
 def test_a_disk_without_room(tmp_path: Path) -> None:

@@ -210,6 +210,51 @@ def test_before_a_claim_every_slot_is_taken(engine: SuperblockEngine) -> None:
     assert not engine.contains_many(one(blocks, 0))[0]
 
 
+def test_what_is_evicted_before_the_claim_is_free(engine: SuperblockEngine) -> None:
+    """It counted when the claim was made, and had left when the claim came."""
+    blocks = put(engine, many(4))
+    reopen(engine)
+    assert engine.delete_many(one(blocks, 2), evicted=True) == 1
+    claim(engine, blocks)
+    kept, free = blocks.take(np.array([0, 1, 3])), engine.room(SIZE).free
+    assert_stored(engine, kept)
+    reopen(engine)
+    claim(engine, kept)
+    assert engine.room(SIZE).free == free
+
+
+def test_many_leftovers_cost_one_look_at_each_slot(
+    engine: SuperblockEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = put(engine, many(200, 4096))
+    reopen(engine)
+    reads = 0
+    real = os.preadv
+
+    def read(descriptor: int, views: list[memoryview], offset: int) -> int:
+        nonlocal reads
+        reads += 1
+        return real(descriptor, views, offset)
+
+    monkeypatch.setattr(os, "preadv", read)
+    left = blocks.at(np.zeros(200, np.uint64))
+    assert engine.delete_many(left) == 200
+    assert reads <= 200 + 20
+
+
+def test_ten_times_the_capacity_of_one_size(engine: SuperblockEngine) -> None:
+    rng = random.Random(4)
+    held: list[Blocks] = []
+    for number in range(900):
+        if len(held) == 60:
+            assert engine.delete_many(held.pop(rng.randrange(60)), evicted=True) == 1
+        held.append(put(engine, many(1, first=number)))
+    for block in held:
+        assert_stored(engine, block)
+    assert set(scanned(engine)) == {identities(block)[0] for block in held}
+    assert len(list(folder(engine).iterdir())) == 4
+
+
 def test_what_a_kill_left_behind_is_found_without_its_place(engine: SuperblockEngine) -> None:
     blocks = put(engine, many(5))
     reopen(engine)

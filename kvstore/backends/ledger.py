@@ -161,10 +161,14 @@ class Ledger:
             self._free(self.ids(places))
 
     def evict(self, places: U64, generations: U64) -> int:
-        """Give back the slots that hold these versions; return how many there were."""
+        """Give back the slots that hold these versions; return how many there were.
+
+        An UNKNOWN one is believed to: nobody else got it since the opening.
+        """
         with self._lock:
-            mine, _ = self.holding(places, generations)
-            ids = np.unique(self.ids(places[mine]))
+            sure, maybe = self.holding(places, generations)
+            ids = np.unique(self.ids(places[sure | maybe]))
+            self._unknown -= int((self._versions[ids] == UNKNOWN).sum())
             self._free(ids)
             return len(ids)
 

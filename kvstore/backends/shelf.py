@@ -149,7 +149,7 @@ class Shelf:
         size = image_bytes(header.stored_length)
         if header.store != self._store or size > self.slots_bytes:
             return 0
-        return self.ledger.slot_bytes[self.class_of(size)]
+        return self.class_bytes(size)
 
     def _take_shape(self, shape: Shape, *, write: bool) -> None:
         if shape.slot_bytes not in self.ledger.slot_bytes:
@@ -181,6 +181,10 @@ class Shelf:
     def class_of(self, size: int) -> int:
         """Return the size class of an image (bytes)."""
         return int(self.ledger.arena.classes_of(np.array([size]))[0])
+
+    def class_bytes(self, size: int) -> int:
+        """Return the length of the slots that an image goes to."""
+        return self.ledger.slot_bytes[self.class_of(size)]
 
     def _probe(self) -> None:
         """Write a page, so that it is known from the start whether O_DIRECT works here."""

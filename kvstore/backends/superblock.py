@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from kvstore.backends.base import U32, U64, Blocks
+    from kvstore.record import Header
 
 IO_CHOICES = ("auto", "direct", "buffered", "mmap")
 LEAST_BYTES, MOST_BYTES = 4 << 20, 256 << 20
@@ -353,8 +354,9 @@ class SuperblockEngine(base.Engine):
     def _delete_unknown(self, blocks: Blocks) -> int:
         """Delete records that the store has not claimed, found by their headers."""
         ledger, reader, places = self._open_shelf().ledger, self._reader(), blocks.places.copy()
-        for i in np.flatnonzero(places == 0).tolist():
-            places[i] = self._search(blocks.take(slice(i, i + 1)))
+        lost = places == 0
+        if lost.any():
+            places[lost] = self._search(blocks.take(lost))
         there = ledger.fence(places, np.full(len(places), UNKNOWN, np.uint64))
         found = blocks.at(places)
         for i in np.flatnonzero(there).tolist():
@@ -363,20 +365,28 @@ class SuperblockEngine(base.Engine):
                 there[i] = False
         return self._bury(places[there], np.full(int(there.sum()), UNKNOWN, np.uint64))
 
-    def _search(self, block: Blocks) -> int:
-        """Return the place of a version, of which only that is known, among those not claimed."""
-        shelf, reader = self._open_shelf(), self._reader()
-        size = image_bytes(int(block.lengths[0]))
-        if size > self.largest_image:
-            return 0
-        slot_bytes = shelf.ledger.slot_bytes[shelf.class_of(size)]
-        shapes = list(shelf.shapes.items())
-        for number in [number for number, shape in shapes if shape.slot_bytes == slot_bytes]:
-            places, versions, _ = shelf.ledger.occupied(number)
-            for place in places[versions == UNKNOWN].tolist():
-                if reader.holds(block.at(np.array([place], np.uint64))):
-                    return int(place)
-        return 0
+    def _search(self, blocks: Blocks) -> U64:
+        """Return the places of versions, 0 where there is none, among the slots not claimed."""
+        shelf, places = self._open_shelf(), np.zeros(len(blocks), np.uint64)
+        wanted = {generation: i for i, generation in enumerate(blocks.generations.tolist())}
+        sizes = np.minimum(image_bytes_of(blocks.lengths), self.largest_image)
+        lengths = {shelf.class_bytes(size) for size in np.unique(sizes).tolist()}
+        for number, shape in sorted(shelf.shapes.items()):
+            if shape.slot_bytes in lengths:
+                for place, header in self._unclaimed(number):
+                    if header.generation in wanted:
+                        places[wanted[header.generation]] = place
+        return places
+
+    def _unclaimed(self, number: int) -> Iterator[tuple[int, Header]]:
+        """Read the headers in the slots of a super-block that are not claimed yet."""
+        ledger, reader = self._open_shelf().ledger, self._reader()
+        places, versions, slot_bytes = ledger.occupied(number)
+        mine = versions == UNKNOWN
+        for share in reader.shares(number, places[mine], versions[mine], slot_bytes):
+            for place, item in reader.read(share):
+                if not isinstance(item, Finding):
+                    yield place, item
 
     def _bury(self, places: U64, generations: U64) -> int:
         """Write a tombstone over the headers of records that are fenced, and free their slots."""

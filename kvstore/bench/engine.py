@@ -101,6 +101,11 @@ class _Bench:
 def run(plan: Plan, note: Callable[[str], None]) -> dict[str, Any]:
     """Measure; return a document. Raises UsageError, WrongBytes and what engines raise."""
     folder = plan.directory / FOLDER
+    if plan.block_bytes % PAGE:
+        raise UsageError(
+            f"blocks of {plan.block_bytes} bytes cannot be moved with O_DIRECT",
+            "give a multiple of 4096",
+        )
     if shutil.disk_usage(plan.directory.parent).free < 5 * plan.bytes:
         raise UsageError(f"{plan.directory} has too little room", "give fewer or smaller blocks")
     shutil.rmtree(folder, ignore_errors=True)
