@@ -346,13 +346,13 @@ class Arena(Slots):
         self._give(chunks, size_class)
         if taken:
             self._free[chunk] = 0
-            self._states[self.ids_in(chunks)] = COMMITTED
+            self._enter(self.ids_in(chunks), COMMITTED)
 
     def take_all(self, chunk: int) -> U64:
         """Return all free slots of a chunk, WRITING from now on, so that nobody else gets them."""
         free, self._free[chunk] = int(self._free[chunk]), 0
         ids: I64 = chunk * self._stride + self._stack[chunk, :free].astype(np.int64)
-        self._states[ids] = WRITING
+        self._enter(ids, WRITING)
         return self.places(ids)
 
     def _take(self, size_class: int, count: int) -> I64:

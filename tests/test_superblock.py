@@ -57,7 +57,7 @@ class TestDirect(EngineTests):
         overwrite(engine, block, 10_000, b"not what was stored here")
 
     @pytest.mark.skip("free slots of one length are no room for another: the store makes it")
-    def test_ten_times_the_capacity_passes_through(self, engine: Engine) -> None: ...
+    def test_ten_times_the_capacity_passes_through(self, tmp_path: Path) -> None: ...
 
 
 class TestBuffered(TestDirect):
