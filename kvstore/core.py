@@ -397,6 +397,14 @@ class Core:
         return self._figures().stats
 
     @property
+    def physical(self) -> int:
+        """Bytes that the store takes on the device, free slots of files made ahead included."""
+        found = self._figures()
+        if self.engine.capabilities.fixed_slots:
+            return found.stats.file_bytes + found.overhead - found.stats.overhead_bytes
+        return self.usage().physical
+
+    @property
     def excess(self) -> int:
         """Bytes that files made ahead take above what they may."""
         return self._figures().excess

@@ -116,7 +116,7 @@ class Space:
         the store takes ``other`` bytes besides and the filesystem has ``free`` left."""
         limit = self.capacity - max(other, self.capacity // RESERVE_SHARE)
         # At the floor it makes no more, but keeps what it has.
-        return min(limit, files) if free < self.floor else limit
+        return min(limit, files + max(0, free - self.floor))
 
     def fits(self, record_bytes: int) -> bool:
         return record_bytes <= self.capacity // MAX_RECORD_SHARE

@@ -14,6 +14,7 @@ import resource
 import stat
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from kvstore.backends.base import U64, EngineContext
     from kvstore.slots import I64
 
+OPENERS = 8
+"""Threads that open files and read their headers: there may be thousands."""
 GROWTH_PAUSE = 5.0
 """Seconds without another attempt to make a file after one failed."""
 _NAME = re.compile(r"[0-9a-f]{8}\.sb")
@@ -70,8 +73,9 @@ class Shelf:
             space = context.capacity or found.f_blocks * found.f_frsize
             self.ledger = Ledger(max([space // file_bytes, 1, *numbers]), self.slots_bytes)
             _allow_descriptors(len(numbers))
-            for number in numbers:
-                self._open(number)
+            with ThreadPoolExecutor(OPENERS, "open") as pool:
+                for shape, agreed in filter(None, pool.map(self._look_at, numbers)):
+                    self._take_shape(shape, write=not agreed)
             if not self._read_only:
                 self._probe()
         except BaseException:
@@ -96,7 +100,9 @@ class Shelf:
                     os.unlink(name, dir_fd=self._folder)
         return found
 
-    def _open(self, number: int) -> None:
+    def _look_at(self, number: int) -> tuple[Shape, bool] | None:
+        """Open a file; return what its header says, and whether both copies do. Raises OSError if
+        there are no descriptors left."""
         name, access = name_of(number), os.O_RDONLY if self._read_only else os.O_RDWR
         try:
             descriptor = self.files.open(name, _OPEN | access, self._folder)
@@ -104,22 +110,21 @@ class Shelf:
             if error.errno in NO_DESCRIPTOR:
                 raise
             self.broken[number] = f"it cannot be opened: {error.strerror}"
-            return
+            return None
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             os.close(descriptor)
             self.broken[number] = "it is no file"
-            return
+            return None
         self.descriptors[number] = descriptor
         if status.st_size < self.file_bytes:
             self.complaints.log("opening", name, OSError(errno.EIO, "the file was cut off"))
             if not self._read_only:
                 with contextlib.suppress(OSError):
                     superfile.reserve(descriptor, self.file_bytes)
-        self._learn_shape(number)
+        return self._learn_shape(number)
 
-    def _learn_shape(self, number: int) -> None:
-        """Find out the slot length of a file; mend a header of which one copy is bad."""
+    def _learn_shape(self, number: int) -> tuple[Shape, bool] | None:
         descriptor = self.descriptors[number]
         try:
             shape, agreed = superfile.read_header(self.files, descriptor, self.file_bytes)
@@ -127,12 +132,12 @@ class Shelf:
             guess = self._first_slot(descriptor)
             if not guess:
                 self.broken[number] = error.message
-                return
+                return None
             shape, agreed = self._shape(number, guess), False
         if (shape.store, shape.number, shape.file_bytes) != (self._store, number, self.file_bytes):
             self.broken[number] = f"it is number {shape.number} of store {shape.store.hex()}"
-        else:
-            self._take_shape(shape, write=not agreed)
+            return None
+        return shape, agreed
 
     def _first_slot(self, descriptor: int) -> int:
         """Return the slot length that the record in the first slot needs; 0 if there is none.
