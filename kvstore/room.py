@@ -190,15 +190,18 @@ class Emptying:
         self._left = len(rows)
         room = core.engine.room(int(core.index.sizes[rows[0]]))
         going = self._choose(rows, room)
+        try:
+            if not len(going):
+                self._move(rows)
+        except Busy:
+            # Who holds all buffers may be waiting for this very group.
+            going = _leaves(core, rows, len(rows))
+            if not len(going):
+                self._wait()
         if len(going):
             removal = evict(core, going)
             removal.when_done(self._go_on)
             core.queue(removal)
-            return
-        try:
-            self._move(rows)
-        except Busy:
-            self._wait()
 
     def _remaining(self) -> U32:
         """Return rows in the group that nobody is renewing, the most recently used first."""
