@@ -426,11 +426,12 @@ class Core:
             + directory_bytes(self.path / NAMESPACES)
             + directory_bytes(self.path / INCOMING)
         )
-        files = self.engine.stats().file_bytes
-        limit = self.space.for_files(other, free, files)
-        self.engine.allow(limit)
-        stats = self.engine.stats()
-        excess = max(0, stats.file_bytes - limit)
+        stats, excess = self.engine.stats(), 0
+        if self.engine.capabilities.fixed_slots:
+            limit = self.space.for_files(other, free, stats.file_bytes)
+            self.engine.allow(limit)
+            stats = self.engine.stats()
+            excess = max(0, stats.file_bytes - limit)
         return Measured(stats, free, stats.overhead_bytes + other, excess=excess)
 
     def take(self, measured: Measured) -> None:

@@ -210,6 +210,21 @@ def test_before_a_claim_every_slot_is_taken(engine: SuperblockEngine) -> None:
     assert not engine.contains_many(one(blocks, 0))[0]
 
 
+def test_a_claim_that_cannot_be_right_is_none(engine: SuperblockEngine) -> None:
+    """Rows of a spoilt journal: a place that no slot has, a record longer than its slot."""
+    blocks = put(engine, many(4))
+    lost = engine.stats().overhead_bytes
+    reopen(engine)
+    places, lengths = blocks.places.copy(), blocks.lengths.copy()
+    places[1], lengths[2] = 9 << 32, 10 * SIZE
+    engine.claim(places, lengths, blocks.generations, complete=True)
+    right = np.array([True, False, False, True])
+    assert engine.contains_many(blocks).tolist() == right.tolist()
+    assert engine.stats().overhead_bytes <= lost
+    assert_stored(engine, blocks.take(right))
+    assert_absent(engine, blocks.take(~right))
+
+
 def test_what_is_evicted_before_the_claim_is_free(engine: SuperblockEngine) -> None:
     """It counted when the claim was made, and had left when the claim came."""
     blocks = put(engine, many(4))

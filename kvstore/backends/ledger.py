@@ -117,10 +117,12 @@ class Ledger:
                 places[got] = taken + np.uint64(BASE)
             return places, got
 
+    def _slots_of(self, ids: I64) -> I64:
+        slots: I64 = self.arena.class_bytes[self.arena.classes[self.arena.chunk_of(ids)]]
+        return slots
+
     def _note(self, ids: I64, sizes: I64) -> None:
-        arena = self.arena
-        slots = arena.class_bytes[arena.classes[arena.chunk_of(ids)]]
-        slack = ((slots - sizes) // PAGE).astype(np.uint16)
+        slack = ((self._slots_of(ids) - sizes) // PAGE).astype(np.uint16)
         self._slack[ids] = slack
         self._slack_pages += int(slack.sum())
 
@@ -202,6 +204,7 @@ class Ledger:
         """See :meth:`kvstore.backends.base.Engine.claim`; ``sizes`` are those of images."""
         with self._lock:
             there = self.known(places)
+            there[there] = sizes[there] <= self._slots_of(self.ids(places[there]))
             ids, sizes, generations = self.ids(places[there]), sizes[there], generations[there]
             fresh = self._versions[ids] == UNKNOWN
             self._versions[ids[fresh]] = generations[fresh]
