@@ -11,6 +11,7 @@ from kvstore import events, layout
 from kvstore.index import DISK, UNSYNCED
 from kvstore.job import Step
 from kvstore.reconcile import Reconcile
+from kvstore.removal import Removal
 from kvstore.upkeep import DeleteLeftovers
 
 if TYPE_CHECKING:
@@ -51,27 +52,25 @@ class Boot:
         core = self._core
         given_up = self._given_up()
         scan = self._untrusted or self._lost_power
-        core.leftovers = given_up if len(given_up) else None
-        claim(core, complete=not scan and core.leftovers is None)
-        if core.leftovers is not None:
-            deletion = DeleteLeftovers(core)
-            core.queue(deletion)
-            if not scan:
-                # First they must be found, or their slots would pass for free ones.
-                deletion.when_done(lambda: claim(core, complete=True))
+        if len(given_up):
+            core.leftovers = given_up
+            claim(core, complete=False)
+            core.queue(DeleteLeftovers(core))
         if not scan:
+            _claim_when_quiet(core)
             core.journal.append(self._mark())
             return False
         reason = self._loaded.reason or "the machine was booted without a clean stop before"
         log.warning("%s: scanning the store: %s", core.path, reason)
         core.scan_due = True
+        claim(core, complete=False)
         Reconcile(core, given_up["generation"], self._scanned)
         return self._untrusted
 
     def _scanned(self) -> None:
         core, mark = self._core, self._mark()
         core.scan_due = False
-        claim(core, complete=True)
+        _claim_when_quiet(core)
         core.queue(Step(lambda: _append(core, mark), lambda _step: None))
         if self._untrusted:
             core.checkpoint_due = True
@@ -95,12 +94,31 @@ def _append(core: Core, records: events.Records) -> None:
     core.journal.append(records)
 
 
+def _claim_when_quiet(core: Core) -> None:
+    """Have the engine know all records that count, once everybody who is under way is done: what is
+    being deleted must be found before its slot passes for a free one."""
+    under_way = list(core.active)
+    left = len(under_way)
+
+    def one_less() -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            claim(core, complete=True)
+
+    for job in under_way:
+        job.when_done(one_less)
+    if not under_way:
+        claim(core, complete=True)
+
+
 def claim(core: Core, *, complete: bool) -> None:
-    """Tell the engine which records count, those that still wait for their readers among them."""
+    """Tell the engine which records count, those that are on their way out among them."""
     index = core.index
     rows = index.rows_of(None)
     rows = rows[(index.flags[rows] & DISK) != 0]
-    waiting = [removal.frees for removal in (*core.waiting_removals, *core.stuck)]
+    removals = (job for job in core.active if isinstance(job, Removal))
+    waiting = [one.frees for one in (*core.waiting_removals, *core.stuck, *removals)]
     more = np.concatenate([events.blank(0, events.Kind.FREE), *waiting])
     places = np.append(index.places[rows], more["place"])
     lengths = np.append(index.sizes[rows], more["length"])

@@ -202,6 +202,8 @@ class Ledger:
 
     def claim(self, places: U64, sizes: I64, generations: U64, *, complete: bool) -> None:
         """See :meth:`kvstore.backends.base.Engine.claim`; ``sizes`` are those of images."""
+        places, first = np.unique(places, return_index=True)
+        sizes, generations = sizes[first], generations[first]
         with self._lock:
             there = self.known(places)
             there[there] = sizes[there] <= self._slots_of(self.ids(places[there]))
