@@ -240,6 +240,8 @@ def test_churn_of_seven_sizes(tmp_path: Path) -> None:
         if rng.random() < 0.1:
             local.tick()
     usage = local.core.usage()
+    live, taken = usage.live / CHURN_CAPACITY, occupied(path) / CHURN_CAPACITY
+    print(f"of the capacity live {live:.1%}, on disk {taken:.1%}")
     assert occupied(path) <= CHURN_CAPACITY * 1.1
     assert usage.live >= LEAST_LIVE * CHURN_CAPACITY
     for n in range(number):
