@@ -71,7 +71,7 @@ soak: venv
 	$(RUN) tests.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 promises: venv
-	PROMISES=long $(RUN) pytest -v -rP --timeout 1500 tests/test_promises.py \
+	PROMISES=long $(RUN) pytest -v -rP --timeout 1500 -o faulthandler_timeout=1400 tests/test_promises.py \
 		tests/test_superblock_store.py tests/test_superblock_daemon.py
 
 run: venv

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import re
 import resource
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
     from kvstore.backends.base import U64, EngineContext
     from kvstore.slots import I64
+
+log = logging.getLogger(__name__)
 
 OPENERS = 8
 """Threads that open files and read their headers: there may be thousands."""
@@ -76,6 +79,8 @@ class Shelf:
             with ThreadPoolExecutor(OPENERS, "open") as pool:
                 for shape, agreed in filter(None, pool.map(self._look_at, numbers)):
                     self._take_shape(shape, write=not agreed)
+            for number, reason in sorted(self.broken.items()):
+                log.warning("%s/%s is not used: %s", FOLDER, name_of(number), reason)
             if not self._read_only:
                 self._probe()
         except BaseException:

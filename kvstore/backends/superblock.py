@@ -446,7 +446,7 @@ class SuperblockEngine(base.Engine):
 
     def stats(self) -> base.Stats:
         shelf = self._open_shelf()
-        broken = f"{len(shelf.broken)} super-blocks cannot be used; run kvstore fsck"
+        broken = f"{len(shelf.broken)} super-blocks cannot be used; the log names them"
         notes = (shelf.files.note, shelf.failed, broken if shelf.broken else "")
         return base.Stats(
             overhead_bytes=shelf.lost_bytes,
