@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 16
-"""How often an entry is put again, each time after room was made."""
+"""How often an entry is put again without success, each time after room was made."""
 SLACK_SHARE = 64
 """At least this part (1/n) of the blocks in slots of a length leave at a time."""
 MOVE_BYTES = 8 << 20
@@ -57,6 +57,7 @@ class Rooms:
         self._core = core
         self._waiting: list[Entry] = []
         self._busy = False
+        self._first: Entry | None = None
 
     def split(self, entry: Entry, skip: Bools) -> Bools:
         """Take over the blocks of an entry for which there was no room, if room may be made; return
@@ -67,8 +68,9 @@ class Rooms:
         if not self._core.may_evict or entry.attempts >= ATTEMPTS or self._core.read_only:
             entry.statuses[late] = Status.FULL
             return skip
+        fruitless = bool(late[~skip].all())
         part = entry.split(late)
-        part.attempts += 1
+        part.attempts += fruitless
         if not part.renews:
             self._core.release(part.rows, part.begins["generation"])
         self._core.writer.postpone(entry, part)
@@ -79,8 +81,8 @@ class Rooms:
     def make(self) -> None:
         """Begin to make room for what waits, unless somebody is at it."""
         if self._waiting and not self._busy:
-            self._busy = True
-            self._plan(self._waiting[0])
+            self._busy, self._first = True, self._waiting[0]
+            self._plan(self._first)
 
     def shrink(self) -> None:
         """Empty a group because the files take more than they may."""
@@ -151,15 +153,23 @@ class Rooms:
         Emptying(self._core, group, self._end, self._give_up)
 
     def _give_up(self) -> None:
-        """No room can be made: what waits is told so by its next attempt."""
-        for entry in self._waiting:
-            entry.attempts = ATTEMPTS
+        """No room can be made: whoever waits for it is told so by the next attempt."""
+        if self._first is not None:
+            self._first.attempts = ATTEMPTS
         self._end()
 
     def _end(self) -> None:
-        self._busy = False
-        waiting, self._waiting = self._waiting, []
-        self._core.writer.go_on(waiting)
+        """Let those go on for whom there is room, and the first in any case."""
+        room = self._core.engine.room
+        ready = [
+            entry
+            for entry in self._waiting
+            if entry is self._first or room(int(entry.blocks.lengths[0])).free
+        ]
+        self._waiting = [entry for entry in self._waiting if entry not in ready]
+        self._busy, self._first = False, None
+        self._core.writer.go_on(ready)
+        self.make()
 
 
 class Emptying:
