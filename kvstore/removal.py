@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore import events, record, versions
+from kvstore.backends.base import Leaving
 from kvstore.index import DISK, DURABLE, UNSYNCED
 from kvstore.job import Job, Step
 
@@ -49,7 +50,7 @@ class Removal(Job):
         super().__init__()
         self._core = core
         self._reason = reason
-        self._evicted = evicted
+        self._how = Leaving.EVICTED if evicted else Leaving.BLOCK
         self._written_down = False
         self._deleted = False
         self._groups = versions.groups(core.index, core.namespaces, rows)
@@ -81,7 +82,7 @@ class Removal(Job):
                 core.quarantine.keep(core.engine, blocks, self._reason)
         self._reason = ""
         for _, blocks in self._groups:
-            core.engine.delete_many(blocks, evicted=self._evicted)
+            core.engine.delete_many(blocks, self._how)
         self._deleted = True
 
     def finish(self) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore import events, journal, layout, namespaces, record
-from kvstore.backends import superfile
+from kvstore.backends import graves, superfile
 from kvstore.keys import named, namespace_id
 
 ROOT = Path(__file__).parent.parent
@@ -74,6 +74,11 @@ def test_the_super_block() -> None:
     assert table[0][3] == superfile.MAGIC.decode()
     assert table[1][3] == str(superfile.VERSION)
     assert f"`{superfile.TOMBSTONE.decode()}`" in TEXT
+    fields = graves.ENTRY.fields
+    assert fields is not None
+    entry = [(offset, kind.itemsize, name) for name, (kind, offset, *_) in fields.items()]
+    assert documented(tables("Super-block")[1]) == entry
+    assert f"{graves._CHECK:#x}" in TEXT
     assert f"ending in\n`{superfile.SUFFIX}{superfile.NEW}`" in TEXT
 
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from kvstore.backends import superfile
-from kvstore.backends.base import Blocks, Engine, EngineContext, Status
+from kvstore.backends import graves, superfile
+from kvstore.backends.base import Blocks, Engine, EngineContext, Leaving, Status
 from kvstore.backends.superblock import SuperblockEngine, superblock_bytes
 from kvstore.errors import ConfigError, StoreNotFound
 from kvstore.killpoints import VARIABLE
@@ -151,8 +151,8 @@ def test_options_that_make_no_sense(context: EngineContext, options: dict[str, o
 def test_slots_are_used_again_in_place(engine: SuperblockEngine) -> None:
     blocks = put(engine, many(10))
     before = occupied(engine.context.directory)
-    assert engine.delete_many(one(blocks, 3), evicted=True) == 1
-    assert engine.delete_many(one(blocks, 3), evicted=True) == 0
+    assert engine.delete_many(one(blocks, 3), Leaving.EVICTED) == 1
+    assert engine.delete_many(one(blocks, 3), Leaving.EVICTED) == 0
     new = put(engine, many(1, first=50))
     assert new.places[0] == blocks.places[3]
     assert occupied(engine.context.directory) == before
@@ -166,7 +166,7 @@ def test_a_version_is_removed_only_where_it_is(engine: SuperblockEngine) -> None
     engine.delete_many(old)
     new = put(engine, many(1, first=9))
     assert new.places[0] == old.places[0]
-    assert engine.delete_many(old) == engine.delete_many(old, evicted=True) == 0
+    assert engine.delete_many(old) == engine.delete_many(old, Leaving.EVICTED) == 0
     assert_stored(engine, new)
 
 
@@ -189,15 +189,70 @@ def test_small_neighbours_travel_together(
 def test_deleted_stays_away_and_evicted_may_come_back(engine: SuperblockEngine) -> None:
     blocks = put(engine, many(6))
     engine.delete_many(one(blocks, 0))
-    engine.delete_many(one(blocks, 1), evicted=True)
+    engine.delete_many(one(blocks, 1), Leaving.EVICTED)
     assert set(scanned(engine)) == set(identities(blocks.take(slice(2, 6))))
     reopen(engine)
     assert set(scanned(engine)) == set(identities(blocks.take(slice(1, 6))))
 
 
+def test_older_versions_of_a_deleted_block_stay_away(engine: SuperblockEngine) -> None:
+    """The first was evicted and lies in a slot that nobody knows; the second is deleted."""
+    keys = [key_of(1), key_of(2)]
+    first = put(engine, make_blocks(keys, SIZE, [1, 2]))
+    others = put(engine, many(3, first=20))
+    engine.delete_many(first, Leaving.EVICTED)
+    second = put(engine, make_blocks(keys, 5000, [3, 4]))
+    engine.delete_many(one(second, 0), Leaving.BLOCK)
+    engine.delete_many(one(second, 1), Leaving.VERSION)
+    engine.flush()
+    reopen(engine)
+    assert set(scanned(engine)) == set(identities(one(first, 1))) | set(identities(others))
+    claim(engine, others)
+    third = put(engine, make_blocks(keys, SIZE, [50, 51]))
+    reopen(engine)
+    assert set(scanned(engine)) == set(identities(third)) | set(identities(others))
+
+
+def test_the_list_of_deleted_blocks_is_bounded_and_checked(
+    engine: SuperblockEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graves, "MOST", 100)
+    for number in range(30):
+        engine.delete_many(many(10, first=10 * number), Leaving.BLOCK)
+        assert (folder(engine) / "deleted").stat().st_size <= 111 * graves.ENTRY.itemsize
+    engine.close()
+    path = folder(engine) / "deleted"
+    data = bytearray(path.read_bytes())
+    data[5] ^= 1
+    path.write_bytes(data + b"torn")
+    engine.open()
+    assert engine.check() == []
+    engine.delete_many(many(1, first=999), Leaving.BLOCK)
+    shelf = engine._shelf
+    assert shelf is not None
+    found = shelf.graves.read()
+    assert len(found) == len(data) // graves.ENTRY.itemsize
+    assert max(found.values()) == 1000
+
+
+def test_a_full_disk_does_not_keep_a_block(
+    engine: SuperblockEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = put(engine, many(2))
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", refuse)
+        assert engine.delete_many(one(blocks, 0), Leaving.BLOCK) == 1
+    reopen(engine)
+    assert set(scanned(engine)) == set(identities(one(blocks, 1)))
+
+
 def test_before_a_claim_every_slot_is_taken(engine: SuperblockEngine) -> None:
     blocks = put(engine, many(4))
-    engine.delete_many(one(blocks, 0), evicted=True)
+    engine.delete_many(one(blocks, 0), Leaving.EVICTED)
     reopen(engine)
     kept = blocks.take(slice(1, 4))
     elsewhere = put(engine, many(1, first=20))
@@ -229,7 +284,7 @@ def test_what_is_evicted_before_the_claim_is_free(engine: SuperblockEngine) -> N
     """It counted when the claim was made, and had left when the claim came."""
     blocks = put(engine, many(4))
     reopen(engine)
-    assert engine.delete_many(one(blocks, 2), evicted=True) == 1
+    assert engine.delete_many(one(blocks, 2), Leaving.EVICTED) == 1
     claim(engine, blocks)
     kept, free = blocks.take(np.array([0, 1, 3])), engine.room(SIZE).free
     assert_stored(engine, kept)
@@ -262,7 +317,7 @@ def test_ten_times_the_capacity_of_one_size(engine: SuperblockEngine) -> None:
     held: list[Blocks] = []
     for number in range(900):
         if len(held) == 60:
-            assert engine.delete_many(held.pop(rng.randrange(60)), evicted=True) == 1
+            assert engine.delete_many(held.pop(rng.randrange(60)), Leaving.EVICTED) == 1
         held.append(put(engine, many(1, first=number)))
     for block in held:
         assert_stored(engine, block)
@@ -305,7 +360,7 @@ def test_a_full_engine_says_what_would_help(engine: SuperblockEngine) -> None:
     assert (room.others.tolist(), room.free) == ([], 0)
     assert engine.room(5000).others.tolist() == [1, 2, 3, 4]
     assert engine.room(64 * MIB).others.tolist() == []
-    engine.delete_many(one(blocks, 7), evicted=True)
+    engine.delete_many(one(blocks, 7), Leaving.EVICTED)
     assert engine.room(SIZE).free == 1
     assert_stored(engine, put(engine, many(1, first=900)))
 
@@ -314,7 +369,7 @@ def test_a_group_that_is_emptied_goes_to_who_needs_it(engine: SuperblockEngine) 
     blocks = filled(engine)
     group = blocks.places >> np.uint64(32) == 2
     assert not engine.close_group(2)
-    engine.delete_many(blocks.take(group), evicted=True)
+    engine.delete_many(blocks.take(group), Leaving.EVICTED)
     assert engine.close_group(2)
     small_ones = put(engine, many(100, 5000, first=900))
     assert set((small_ones.places >> np.uint64(32)).tolist()) == {2}
@@ -329,7 +384,7 @@ def test_nothing_is_put_into_a_closed_group(engine: SuperblockEngine) -> None:
     blocks = filled(engine)
     engine.close_group(1)
     gone = one(blocks, int(np.flatnonzero(blocks.places >> np.uint64(32) == 1)[0]))
-    engine.delete_many(gone, evicted=True)
+    engine.delete_many(gone, Leaving.EVICTED)
     refused = many(1, first=900)
     assert engine.put_many(refused, full_images(refused), sync=False).statuses == Status.NEED_ROOM
     engine.reopen_group(1)
@@ -345,7 +400,7 @@ def test_payload_never_passes_for_a_record(engine: SuperblockEngine) -> None:
         image[PAGE:] = forged * 30
     written = engine.put_many(blocks, images, sync=False)
     there = blocks.at(written.places).take(written.statuses == Status.OK)
-    engine.delete_many(there, evicted=True)
+    engine.delete_many(there, Leaving.EVICTED)
     new = put(engine, many(1, 4096, first=900))
     for _ in range(2):
         assert not [name for name in scanned(engine) if name[3] == 99]
@@ -356,7 +411,7 @@ def test_payload_never_passes_for_a_record(engine: SuperblockEngine) -> None:
 def test_empty_files_are_given_back(engine: SuperblockEngine) -> None:
     blocks = filled(engine)
     last = blocks.places >> np.uint64(32) == 3
-    engine.delete_many(blocks.take(last), evicted=True)
+    engine.delete_many(blocks.take(last), Leaving.EVICTED)
     engine.allow(7 * MIB)
     assert len(list(folder(engine).iterdir())) == 3
     assert engine.stats().file_bytes == 6 * MIB
@@ -408,7 +463,7 @@ def test_a_filesystem_without_fallocate(
     blocks = filled(engine)
     assert occupied(engine.context.directory) >= 8 * MIB
     group = blocks.take(blocks.places >> np.uint64(32) == 1)
-    engine.delete_many(group, evicted=True)
+    engine.delete_many(group, Leaving.EVICTED)
     new = put(engine, many(1, 5000, first=900))
     reopen(engine)
     assert [place for place in scanned(engine).values() if place >> 32 == 1] == [new.places[0]]
@@ -573,7 +628,7 @@ def test_three_hundred_flips(engine: SuperblockEngine) -> None:
 PROGRAM = """
 import sys
 from pathlib import Path
-from kvstore.backends.base import EngineContext
+from kvstore.backends.base import EngineContext, Leaving
 from kvstore.backends.superblock import SuperblockEngine
 from kvstore.testing.records import STORE, full_images, key_of, make_blocks, put
 import numpy as np
@@ -588,10 +643,10 @@ victim = blocks.take(slice(3, 4))
 if act == "delete":
     engine.delete_many(victim)
 elif act == "reshape":
-    engine.delete_many(blocks, evicted=True)
+    engine.delete_many(blocks, Leaving.EVICTED)
     put(engine, make_blocks([key_of(50)], 4096, 50))
 else:
-    engine.delete_many(victim, evicted=True)
+    engine.delete_many(victim, Leaving.EVICTED)
     put(engine, make_blocks([key_of(50)], 4096 if act == "make" else 100_000, 50))
 print("not killed")
 """

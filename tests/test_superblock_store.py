@@ -225,6 +225,25 @@ def test_the_engine_mmap_is_superblock(tmp_path: Path) -> None:
     local.stop()
 
 
+def test_what_was_evicted_put_again_and_deleted_does_not_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    local = opened(path)
+    names = [key(n) for n in range(5)]
+    assert not any(local.put(names, [block(n, 400_000) for n in range(5)]))
+    names.pop()  # It stays, or their super-block would be taken over by others and zeroed.
+    local.store.run(local.store.evict_rows(local.rows()[:4]))
+    assert not any(local.contains(names))
+    assert not any(local.put(names[:2], [block(n, 90_000) for n in range(2)]))
+    assert local.delete(names[:1]) == 1
+    local.kill()
+    lose_journal(path)
+    local = opened(path)
+    # Evicted blocks may come back: nothing was written over them.
+    assert local.contains(names) == [False, True, True, True]
+    assert local.get(names[1:2]) == [block(1, 90_000)]
+    local.stop()
+
+
 def test_churn_of_seven_sizes(tmp_path: Path) -> None:
     """No put fails, the files stay within the capacity, and what is live is most of it."""
     path, rng = tmp_path / "store", random.Random(7)

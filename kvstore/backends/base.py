@@ -58,6 +58,17 @@ class Status(IntEnum):
     """Not written: something must leave first, see :meth:`Engine.room`."""
 
 
+class Leaving(IntEnum):
+    """How a record leaves: what a rebuild of the index may find of its block afterwards."""
+
+    VERSION = 0
+    """Never this version; others of the block may count."""
+    BLOCK = 1
+    """Neither this version nor an older one: the block was deleted, or has a newer version."""
+    EVICTED = 2
+    """By policy: where removing costs nothing, nothing need be written, and it may come back."""
+
+
 @dataclass(frozen=True, slots=True)
 class Blocks:
     """Blocks of one namespace and one shard, as columns of equal length n.
@@ -295,11 +306,10 @@ class Engine(ABC):
         """Tell for each block whether a record of that key and generation is there."""
 
     @abstractmethod
-    def delete_many(self, blocks: Blocks, *, evicted: bool = False) -> int:
+    def delete_many(self, blocks: Blocks, how: Leaving = Leaving.VERSION) -> int:
         """Remove records of these keys and generations; return how many were there.
 
-        Place 0 is unknown: a version that a kill left behind. ``evicted`` records left by policy:
-        where removing costs nothing nothing need be written, and a rebuild may bring them back.
+        Place 0 is unknown: a version that a kill left behind.
 
         Raises EngineError, after all were tried, if one is there and cannot be removed: a deletion
         must not be acknowledged while a rebuild could bring the record back.

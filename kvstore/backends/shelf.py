@@ -23,9 +23,10 @@ import numpy as np
 from kvstore.backends import superfile
 from kvstore.backends.base import Finding, Status
 from kvstore.backends.directio import DIRECTORY, NO_DESCRIPTOR, Complaints, Files, write_status
+from kvstore.backends.graves import Graves
 from kvstore.backends.ledger import Ledger
 from kvstore.backends.pagemap import PageMap
-from kvstore.backends.superfile import FOLDER, Shape, name_of
+from kvstore.backends.superfile import FOLDER, GRAVES, Shape, name_of
 from kvstore.errors import CorruptBlock, CorruptStore, EngineError
 from kvstore.record import HEADER_PAGE, decode, image_bytes
 
@@ -70,6 +71,7 @@ class Shelf:
         self._sync_lock = threading.Lock()
         self._dirty: set[int] = set()
         self._folder = os.open(context.directory / FOLDER, DIRECTORY)
+        self.graves = Graves(self._folder, self.complaints)
         try:
             numbers = self._list()
             found = os.fstatvfs(self._folder)
@@ -89,6 +91,7 @@ class Shelf:
 
     def close(self) -> None:
         self._maps.clear()
+        self.graves.close()
         for descriptor in (*self.descriptors.values(), *self._retired, self._folder):
             os.close(descriptor)
 
@@ -294,6 +297,8 @@ class Shelf:
         """Sync files, by default all that were written; False if that failed, now or ever before:
         the kernel tells a failure only once."""
         with self._sync_lock:
+            if numbers is None:
+                self._sync_graves()
             for number in sorted(self._dirty if numbers is None else set(numbers)):
                 # Whatever is written from here on makes the file dirty again.
                 self._dirty.discard(number)
@@ -305,6 +310,13 @@ class Shelf:
                     self.failed = f"a sync failed ({error.strerror}), so nothing more is written"
                     self.complaints.log("syncing", name_of(number), error)
             return not self.failed
+
+    def _sync_graves(self) -> None:
+        try:
+            self.graves.sync()
+        except OSError as error:
+            self.failed = f"a sync failed ({error.strerror}), so nothing more is written"
+            self.complaints.log("syncing", GRAVES, error)
 
     # -- the page cache ---------------------------------------------------------------------------
 
@@ -350,7 +362,7 @@ class Shelf:
             names = sorted(os.listdir(self._folder))
         except OSError as error:
             raise EngineError(f"{FOLDER} cannot be listed: {error.strerror}") from error
-        ours = {name_of(number) for number in (*self.descriptors, *self.broken)}
+        ours = {GRAVES, *map(name_of, self.descriptors), *map(name_of, self.broken)}
         strange = [name for name in names if name not in ours and not name.endswith(superfile.NEW)]
         return found + [
             Finding("foreign", f"{FOLDER}/{name}", "not a file of this engine") for name in strange

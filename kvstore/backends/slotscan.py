@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.backends.base import Finding
 from kvstore.backends.ledger import UNKNOWN
-from kvstore.backends.superfile import TOMBSTONE, blank_page, name_of
+from kvstore.backends.superfile import TOMBSTONE, blank_page, digest, name_of
 from kvstore.errors import CorruptBlock
 from kvstore.record import HEADER_PAGE, Header, decode, image_bytes
 
@@ -45,6 +45,8 @@ class SlotReader:
         self._ledger = ledger
         self._descriptors = descriptors
         self._store = store
+        self.graves: Mapping[int, int] = {}
+        """By digest of a block: up to which generation records not claimed do not count."""
 
     def holds(self, block: Blocks) -> bool:
         """Tell whether the record at the place of one block is that block. False if it cannot be
@@ -110,6 +112,9 @@ class SlotReader:
             return Finding("too-long", path, f"says it has {header.stored_length} bytes")
         if version not in (UNKNOWN, header.generation):
             return Finding("wrong-record", path, f"holds block {header.key.hex()}")
+        if version == UNKNOWN and self.graves:
+            block = digest(header.namespace, header.shard, header.key)
+            return None if header.generation <= self.graves.get(block, 0) else header
         return header
 
     def _pages(self, share: Share) -> Iterator[tuple[int, memoryview | OSError]]:

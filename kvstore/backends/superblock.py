@@ -4,6 +4,7 @@
 
     super/<number, 8 hex>.sb     a super-block: header page, slots of one length, header page
     super/<number, 8 hex>.sb.new one that is being made
+    super/deleted                which blocks were deleted
 
 The directory ``super`` is the mark that an engine was made here. A slot begins at a multiple of
 4 KiB and holds one record image. Its place is the number of the super-block (from 1) << 32 | the
@@ -16,10 +17,12 @@ checksums in the header refuse it, whichever header survives: each names the che
 payload. With O_DIRECT a killed process ends its transfer first. Through the page cache it may not:
 there the old header goes first and the new one comes last, so that a kill leaves no header at all.
 
-Deletion writes a tombstone over the header page, for otherwise a scan would bring the record back.
-Eviction writes nothing. Around this file: ``shelf`` keeps the files, ``superfile`` knows one,
-``ledger`` knows which slots are taken, ``slotscan`` reads headers, ``pagemap`` steers the page
-cache, ``directio`` moves the bytes.
+Deletion writes a tombstone over the header page, for otherwise a scan would bring the record back,
+and notes the block, for older versions of it that were evicted. Eviction writes nothing.
+
+Around this file: ``shelf`` keeps the files, ``superfile`` knows one, ``ledger`` knows which slots
+are taken, ``graves`` deletes, ``slotscan`` reads headers, ``pagemap`` steers the page cache,
+``directio`` moves the bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ import numpy as np
 from kvstore.backends import base, superfile
 from kvstore.backends.base import SCAN_BATCH, Finding, Status
 from kvstore.backends.directio import read_status, write_status
-from kvstore.backends.ledger import UNKNOWN
+from kvstore.backends.graves import bury
 from kvstore.backends.shelf import Shelf
 from kvstore.backends.slotscan import SlotReader
 from kvstore.backends.superfile import FOLDER, name_of
@@ -56,7 +59,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from kvstore.backends.base import U32, U64, Blocks
-    from kvstore.record import Header
 
 IO_CHOICES = ("auto", "direct", "buffered", "mmap")
 LEAST_BYTES, MOST_BYTES = 4 << 20, 256 << 20
@@ -97,7 +99,6 @@ class SuperblockEngine(base.Engine):
         super().__init__(context)
         self._bytes, self._io = _check_options({**self.recorded_options, **context.options})
         self._shelf: Shelf | None = None
-        self._tombstone = superfile.tombstone_page()
         self._blank = superfile.blank_page()
 
     @property
@@ -340,74 +341,13 @@ class SuperblockEngine(base.Engine):
 
     # -- deleting ---------------------------------------------------------------------------------
 
-    def delete_many(self, blocks: Blocks, *, evicted: bool = False) -> int:
-        ledger = self._open_shelf(writing=True).ledger
-        if evicted:
-            return ledger.evict(blocks.places, blocks.generations)
-        sure = ledger.fence(blocks.places, blocks.generations)
-        removed = self._bury(blocks.places[sure], blocks.generations[sure])
-        rest = blocks.take(~sure)
-        if len(rest) and ledger.has_unknown:
-            removed += self._delete_unknown(rest)
-        return removed
-
-    def _delete_unknown(self, blocks: Blocks) -> int:
-        """Delete records that the store has not claimed, found by their headers."""
-        ledger, reader, places = self._open_shelf().ledger, self._reader(), blocks.places.copy()
-        lost = places == 0
-        if lost.any():
-            places[lost] = self._search(blocks.take(lost))
-        there = ledger.fence(places, np.full(len(places), UNKNOWN, np.uint64))
-        found = blocks.at(places)
-        for i in np.flatnonzero(there).tolist():
-            if not reader.holds(found.take(slice(i, i + 1))):
-                ledger.unfence(int(places[i]), UNKNOWN)
-                there[i] = False
-        return self._bury(places[there], np.full(int(there.sum()), UNKNOWN, np.uint64))
-
-    def _search(self, blocks: Blocks) -> U64:
-        """Return the places of versions, 0 where there is none, among the slots not claimed."""
-        shelf, places = self._open_shelf(), np.zeros(len(blocks), np.uint64)
-        wanted = {generation: i for i, generation in enumerate(blocks.generations.tolist())}
-        sizes = np.minimum(image_bytes_of(blocks.lengths), self.largest_image)
-        lengths = {shelf.class_bytes(size) for size in np.unique(sizes).tolist()}
-        for number, shape in sorted(shelf.shapes.items()):
-            if shape.slot_bytes in lengths:
-                for place, header in self._unclaimed(number):
-                    if header.generation in wanted:
-                        places[wanted[header.generation]] = place
-        return places
-
-    def _unclaimed(self, number: int) -> Iterator[tuple[int, Header]]:
-        """Read the headers in the slots of a super-block that are not claimed yet."""
-        ledger, reader = self._open_shelf().ledger, self._reader()
-        places, versions, slot_bytes = ledger.occupied(number)
-        mine = versions == UNKNOWN
-        for share in reader.shares(number, places[mine], versions[mine], slot_bytes):
-            for place, item in reader.read(share):
-                if not isinstance(item, Finding):
-                    yield place, item
-
-    def _bury(self, places: U64, generations: U64) -> int:
-        """Write a tombstone over the headers of records that are fenced, and free their slots."""
-        shelf, failure = self._open_shelf(), ""
-        gone = np.ones(len(places), np.bool_)
-        numbers, offsets = shelf.ledger.locate(places)
-        for i, (number, offset) in enumerate(zip(numbers, offsets, strict=True)):
-            try:
-                reach("delete.begin")
-                shelf.files.write(shelf.descriptors[number], self._tombstone, offset)
-                reach("delete.end")
-            except OSError as error:
-                shelf.complaints.log("removing from", name_of(number), error)
-                failure = failure or f"a record in {name_of(number)} cannot be removed: {error}"
-                shelf.ledger.unfence(int(places[i]), int(generations[i]))
-                gone[i] = False
-        shelf.note_written(numbers)
-        shelf.ledger.free(places[gone])
-        if failure:
-            raise EngineError(failure, "see to the filesystem, then delete again")
-        return int(gone.sum())
+    def delete_many(self, blocks: Blocks, how: base.Leaving = base.Leaving.VERSION) -> int:
+        shelf = self._open_shelf(writing=True)
+        if how == base.Leaving.EVICTED:
+            return shelf.ledger.evict(blocks.places, blocks.generations)
+        if how == base.Leaving.BLOCK:
+            shelf.graves.add(blocks)
+        return bury(shelf, self._reader(), blocks)
 
     # -- scanning and claiming --------------------------------------------------------------------
 
@@ -417,6 +357,7 @@ class SuperblockEngine(base.Engine):
 
     def scan(self) -> Iterator[base.Scanned]:
         shelf, reader = self._open_shelf(), self._reader()
+        reader.graves = shelf.graves.read()
         # One page at a time leaves a disk idle.
         with ThreadPoolExecutor(self.capabilities.preferred_threads, "scan") as pool:
             for number in sorted(shelf.shapes):

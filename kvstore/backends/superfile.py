@@ -33,6 +33,7 @@ VERSION = 1
 HEADER = struct.Struct("<4sHH16sIIQQ")
 SUM = struct.Struct("<Q")
 FOLDER = "super"
+GRAVES = "deleted"
 SUFFIX = ".sb"
 NEW = ".new"
 """Suffix of a file that is being made."""
@@ -81,6 +82,14 @@ def decode(page: memoryview) -> Shape:
 
 def name_of(number: int) -> str:
     return f"{number:08x}{SUFFIX}"
+
+
+def digest(namespace: bytes, shard: int, key: bytes) -> int:
+    """Return the number that stands for a block in the list.
+
+    Two blocks may share one: then a rebuild forgets a block, which is a miss.
+    """
+    return xxh3_64_intdigest(namespace + shard.to_bytes(2, "little") + key)
 
 
 def blank_page() -> memoryview:

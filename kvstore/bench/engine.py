@@ -24,7 +24,7 @@ import numpy as np
 
 from kvstore import record, render
 from kvstore.backends import engine_class
-from kvstore.backends.base import Blocks, Engine, EngineContext, Status
+from kvstore.backends.base import Blocks, Engine, EngineContext, Leaving, Status
 from kvstore.bench import environment
 from kvstore.bench.timing import Clock, Row
 from kvstore.errors import KVStoreError, UsageError
@@ -271,7 +271,7 @@ class _Subject:
         self._bench.time(f"{self._io} get", threads, self._get)
 
     def measure_put(self) -> None:
-        self.engine.delete_many(self._blocks, evicted=True)
+        self.engine.delete_many(self._blocks, Leaving.EVICTED)
         self._blocks = self._next_version()
         threads = 1 if self._io == "mmap" else self._bench.plan.threads
         self._bench.time(f"{self._io} put", threads, self._put)

@@ -14,6 +14,7 @@ from kvstore.backends.base import (
     Blocks,
     Engine,
     Finding,
+    Leaving,
     Mask,
     Read,
     Room,
@@ -101,9 +102,9 @@ class FaultyEngine(Engine):
         self._before("contains_many")
         return self.inner.contains_many(blocks)
 
-    def delete_many(self, blocks: Blocks, *, evicted: bool = False) -> int:
+    def delete_many(self, blocks: Blocks, how: Leaving = Leaving.VERSION) -> int:
         fault = self._before("delete_many")
-        removed = self.inner.delete_many(blocks, evicted=evicted)
+        removed = self.inner.delete_many(blocks, how)
         _after(fault)
         return removed
 
