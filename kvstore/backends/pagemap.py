@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 
 import numpy as np
 
@@ -48,7 +47,3 @@ class PageMap:
         if function(address, ctypes.c_size_t(size), last) == 0:
             return 0
         return ctypes.get_errno()
-
-    @staticmethod
-    def message(error: int) -> str:
-        return os.strerror(error)
