@@ -40,6 +40,8 @@ from tests.mounts import mounted
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.usefixtures("tidy")
+
 MIB = 1 << 20
 PAGE = 4096
 SIZE = 100_000
@@ -50,8 +52,16 @@ def small(context: EngineContext, **options: object) -> SuperblockEngine:
 
 
 class TestDirect(EngineTests):
+    io = "auto"
+
     def make(self, context: EngineContext) -> Engine:
-        return small(context)
+        return small(context, io=self.io)
+
+    def start(self, directory: Path) -> Engine:
+        engine = small(EngineContext(directory, STORE), io=self.io, superblock_bytes=2 * MIB)
+        engine.create()
+        engine.open()
+        return engine
 
     def damage(self, engine: Engine, block: Blocks) -> None:
         overwrite(engine, block, 10_000, b"not what was stored here")
@@ -61,13 +71,11 @@ class TestDirect(EngineTests):
 
 
 class TestBuffered(TestDirect):
-    def make(self, context: EngineContext) -> Engine:
-        return small(context, io="buffered")
+    io = "buffered"
 
 
 class TestMapped(TestDirect):
-    def make(self, context: EngineContext) -> Engine:
-        return small(context, io="mmap")
+    io = "mmap"
 
 
 # -- helpers --------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+pytestmark = pytest.mark.usefixtures("tidy")
+
 LONG = os.environ.get("PROMISES") == "long"
 MANY = 200_000 if LONG else 20_000
 KILLS = 20 if LONG else 5

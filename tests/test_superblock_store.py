@@ -19,6 +19,8 @@ from kvstore.layout import directory_bytes
 from kvstore.room import Emptying
 from tests.stores import MIB, Local, block, key
 
+pytestmark = pytest.mark.usefixtures("tidy")
+
 LONG = os.environ.get("PROMISES") == "long"
 CHURN_CAPACITY = 4096 * MIB if LONG else 256 * MIB
 LEAST_LIVE = 0.85 if LONG else 0.78
