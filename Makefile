@@ -3,7 +3,7 @@
 # make docs   docs/cli.md and docs/json.md, from the commands
 # make fuzz   clients that misbehave (FRAMES=1000000 SEED=)
 # make soak   mixed load with faults (SECONDS=3600 SEED=)
-# make promises   those of the data plane, with a hundred clients
+# make promises   of data plane and superblock, at their full size (15 min)
 #
 # Needs Python 3.11 or later with venv and pip; everything else is fetched into .venv.
 
@@ -71,7 +71,8 @@ soak: venv
 	$(RUN) tests.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 promises: venv
-	PROMISES=long $(RUN) pytest -v -rP tests/test_promises.py
+	PROMISES=long $(RUN) pytest -v -rP --timeout 1500 -o faulthandler_timeout=1400 tests/test_promises.py \
+		tests/test_superblock_store.py tests/test_superblock_daemon.py
 
 run: venv
 	$(BIN)/kvstore bench demo --model q3b --model q7b

@@ -87,10 +87,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Default: 5 % of the filesystem, at least 10 GiB, never more than 10 % of it."""
     create: Literal["auto", "never"] = "auto"
     workers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
-    io: Literal["auto", "direct", "buffered"] = "auto"
+    io: Literal["auto", "direct", "buffered", "mmap"] = "auto"
     write: Literal["through", "late"] = "through"
     max_dirty_age: Duration = Duration(300)
     """With ``write = late``: longest time that an accepted block is in memory only."""
+    when_full: Literal["evict", "read-only"] = "evict"
+    """``read-only``: nothing is evicted, puts are answered that the store is full."""
     max_clients: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 256
     max_requests: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 64
     """Requests of one client under way; it is held back when it has that many."""

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from kvstore.put import Put
     from kvstore.reconcile import Reconcile
     from kvstore.removal import Removal
+    from kvstore.room import Rooms
     from kvstore.slab import Slab
     from kvstore.tier import Tier
     from kvstore.writer import Writer
@@ -74,12 +75,14 @@ class Clock:
 @dataclass(frozen=True, slots=True)
 class Measured:
     """What the engine says of itself; bytes that the filesystem has left for us, that the store
-    takes besides records, and that records took at that moment."""
+    takes besides records, that records took at that moment, and that files made ahead take above
+    what they may."""
 
     stats: Stats
     free: int
     overhead: int
     records: int = 0
+    excess: int = 0
 
 
 @dataclass(slots=True)
@@ -157,7 +160,10 @@ class Core:
     active: set[Job] = field(default_factory=set)
     touched: list[U32] = field(default_factory=list)
     _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
+    may_evict: bool = True
+    """Whether blocks leave when there is no room; else puts are answered FULL."""
     writer: Writer = field(init=False)
+    rooms: Rooms = field(init=False)
     late: Late = field(init=False)
     generation: int = 0
     """The highest given to any version so far."""
@@ -390,6 +396,19 @@ class Core:
     def stats(self) -> Stats:
         return self._figures().stats
 
+    @property
+    def physical(self) -> int:
+        """Bytes that the store takes on the device, free slots of files made ahead included."""
+        found = self._figures()
+        if self.engine.capabilities.fixed_slots:
+            return found.stats.file_bytes + found.overhead - found.stats.overhead_bytes
+        return self.usage().physical
+
+    @property
+    def excess(self) -> int:
+        """Bytes that files made ahead take above what they may."""
+        return self._figures().excess
+
     def _figures(self) -> Measured:
         if self._measured is None:
             self.take(self.measure())
@@ -398,18 +417,22 @@ class Core:
 
     def measure(self) -> Measured:
         """Ask engine and filesystem for figures that cost system calls (*worker*)."""
-        stats = self.engine.stats()
-        return Measured(
-            stats=stats,
-            free=free_bytes(self.path),
-            overhead=stats.overhead_bytes
-            + self.journal.physical_bytes
+        free = free_bytes(self.path)
+        other = (
+            self.journal.physical_bytes
             + self.journal_bytes_before
             + self.checkpoint_bytes
             + self.quarantine.bytes
             + directory_bytes(self.path / NAMESPACES)
-            + directory_bytes(self.path / INCOMING),
+            + directory_bytes(self.path / INCOMING)
         )
+        stats, excess = self.engine.stats(), 0
+        if self.engine.capabilities.fixed_slots:
+            limit = self.space.for_files(other, free, stats.file_bytes)
+            self.engine.allow(limit)
+            stats = self.engine.stats()
+            excess = max(0, stats.file_bytes - limit)
+        return Measured(stats, free, stats.overhead_bytes + other, excess=excess)
 
     def take(self, measured: Measured) -> None:
         """Take over what :meth:`measure` found."""

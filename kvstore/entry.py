@@ -1,9 +1,9 @@
-"""Blocks of one put, complete in memory, on their way to the engine."""
+"""Blocks of one put, or of a move, on their way to the engine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from kvstore.events import Records
     from kvstore.namespaces import Namespace
     from kvstore.slab import Extent
+
+T = TypeVar("T")
 
 
 class Waiter:
@@ -30,7 +32,8 @@ class Entry:
     ``dirty``: in the memory tier, readable; else in the bounce slab (``extents``) until written.
     ``renews``: rows that the engine has already get a new version in place of those of generations
     ``old``; they are held from here on. ``waiter`` is told the outcome at ``positions``.
-    ``leaves``: memory needs the room, so they are to leave it once they are written.
+    ``leaves``: memory needs the room, so they are to leave it once they are written. ``moves``:
+    their old versions leave for them, so that they need no room. ``attempts`` to find room.
     """
 
     rows: U32
@@ -50,6 +53,8 @@ class Entry:
     gone: np.ndarray = field(default_factory=lambda: np.zeros(0, np.bool_))
     reason: str = ""
     leaves: bool = False
+    moves: bool = False
+    attempts: int = 0
 
     @property
     def watched(self) -> list[tuple[int, int]]:
@@ -62,17 +67,28 @@ class Entry:
         return sum(len(image) for image in self.images)
 
     def split(self, which: Bools) -> Entry:
-        """Take blocks out of an entry that waits in memory; return them as one of their own."""
+        """Take blocks out of an entry; return them as one of their own."""
         rest, part = self._some(~which), self._some(which)
-        self.rows, self.blocks, self.images = rest.rows, rest.blocks, rest.images
-        self.begins = rest.begins
+        for name in ("rows", "blocks", "images", "begins", "extents", "old", "positions"):
+            setattr(self, name, getattr(rest, name))
+        self.statuses, self.written = rest.statuses, rest.written
         return part
 
     def _some(self, which: Bools) -> Entry:
+        chosen = np.flatnonzero(which).tolist()
+
+        def some(values: list[T]) -> list[T]:
+            return [values[number] for number in chosen] if values else values
+
         return replace(
             self,
             rows=self.rows[which],
             blocks=self.blocks.take(which),
-            images=[image for image, mine in zip(self.images, which, strict=True) if mine],
+            images=some(self.images),
             begins=self.begins[which],
+            extents=some(self.extents),
+            old=self.old[which] if self.renews else self.old,
+            positions=some(self.positions),
+            statuses=self.statuses[which] if len(self.statuses) else self.statuses,
+            written=self.written[which] if len(self.written) else self.written,
         )

@@ -354,7 +354,7 @@ def _is_unfinished(path: Path, names: set[str]) -> bool:
         return False
     inside = {entry.relative_to(path / BLOCKS).as_posix() for entry in (path / BLOCKS).rglob("*")}
     first = "journal.0000000000000001"
-    return inside <= {"tmp", first, first + files.TEMPORARY} and not any(
+    return inside <= {"tmp", "super", first, first + files.TEMPORARY} and not any(
         any((path / part).iterdir()) for part in (INCOMING, QUARANTINE)
     )
 

@@ -18,24 +18,24 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from kvstore import checkpoint, events, eviction, layout, record, settle, versions
-from kvstore.backends import engine_class
+from kvstore.backends import ALIASES, engine_class, plain_name
 from kvstore.backends.base import EngineContext
+from kvstore.boot import Boot
 from kvstore.check import Quarantine
 from kvstore.core import Core
 from kvstore.errors import ConfigError, StoreFull, StoreNotFound
-from kvstore.index import UNSYNCED, Index, Rows
+from kvstore.index import Index, Rows
 from kvstore.job import Step
 from kvstore.journal import Journal
 from kvstore.keys import DEFAULT_NAMESPACE, named
 from kvstore.late import Late
 from kvstore.namespaces import Namespaces
-from kvstore.reconcile import Reconcile
 from kvstore.removal import choose_victims
+from kvstore.room import Rooms
 from kvstore.slab import Slab
 from kvstore.space import Space, check_capacity, default_floor, quarantine_limit
 from kvstore.store import Store
 from kvstore.tier import Tier
-from kvstore.upkeep import DeleteLeftovers
 from kvstore.writer import Writer
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from kvstore.backends.base import Engine
     from kvstore.checkpoint import Loaded
     from kvstore.layout import StoreRecord
+    from kvstore.reconcile import Reconcile
     from kvstore.settle import Settled
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,6 @@ CAPACITY_SHARE = 0.5
 POPULATE_BYTES = 16 << 20
 MIN_RESERVE = 64 << 10
 MAX_RESERVE = 4 << 20
-_ENGINE_ALIASES = {"mmap": "superblock"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,8 @@ class Options:
 
     ``capacity`` and ``min_free`` in bytes. ``memory_bytes`` is the memory tier, ``bounce_bytes``
     the memory for blocks in flight that pass by it. With ``write`` = ``late`` accepted blocks are
-    written when they leave memory, or after ``max_dirty_age`` seconds.
+    written when they leave memory, or after ``max_dirty_age`` seconds. With ``when_full`` =
+    ``read-only`` nothing is evicted: puts are answered FULL when there is no room.
     """
 
     engine: str | None = None
@@ -74,6 +75,7 @@ class Options:
     bounce_bytes: int = BOUNCE_BYTES
     write: Literal["through", "late"] = "through"
     max_dirty_age: float = 300.0
+    when_full: Literal["evict", "read-only"] = "evict"
 
 
 def create_store(path: Path, options: Options) -> StoreRecord:
@@ -95,8 +97,11 @@ def _fill_store(path: Path, options: Options) -> StoreRecord:
     if capacity is None:
         found = os.statvfs(path)
         capacity = int(found.f_blocks * found.f_frsize * CAPACITY_SHARE)
+    name = _engine_name(options.engine) or "filesystem"
     record = layout.new_record(
-        engine=_engine_name(options.engine) or "filesystem", capacity=check_capacity(capacity)
+        engine=name,
+        capacity=check_capacity(capacity),
+        engine_options=engine_class(name).options_for(capacity),
     )
     engine = _engine(path, record, options)
     engine.create()
@@ -109,7 +114,7 @@ def _fill_store(path: Path, options: Options) -> StoreRecord:
 
 
 def _engine_name(name: str | None) -> str | None:
-    return _ENGINE_ALIASES.get(name, name) if name else None
+    return plain_name(name) if name else None
 
 
 def _reserve(capacity: int) -> int:
@@ -117,11 +122,13 @@ def _reserve(capacity: int) -> int:
 
 
 def _engine(path: Path, record: StoreRecord, options: Options) -> Engine:
+    io = options.engine if options.engine in ALIASES else options.io
     return engine_class(record.engine)(
         EngineContext(
             directory=path / record.blocks,
             store_uuid=record.uuid,
-            options={**record.engine_options, "io": options.io},
+            options={**record.engine_options, "io": io},
+            capacity=record.capacity_bytes,
         ),
     )
 
@@ -209,7 +216,7 @@ class Opening:
         settled = settle.settle(loaded.events)
         core = self._assemble(self._record, namespaces, engine, loaded, settled)
         self._adopt_rows(core, settled)
-        boot = _Boot(core, loaded, settled)
+        boot = Boot(core, loaded, settled)
         boot.doubt_rows()
         store = Store(core, self._lock)
         _populate(core)
@@ -223,7 +230,7 @@ class Opening:
         self.phase = "ready"
         return store
 
-    def _begin_writing(self, core: Core, boot: _Boot) -> None:
+    def _begin_writing(self, core: Core, boot: Boot) -> None:
         """Take the store into use for writing.
 
         If the disk has no room even for a new STORE.json, the store serves reads only, and this is
@@ -241,7 +248,7 @@ class Opening:
             self.phase = "scanning"
             self._run_chores(core)
 
-    def _try_again(self, core: Core, boot: _Boot) -> None:
+    def _try_again(self, core: Core, boot: Boot) -> None:
         """Queue another attempt to raise ``opens`` on a disk that was full."""
 
         def act() -> None:
@@ -290,6 +297,7 @@ class Opening:
                 capabilities.space_factor,
                 floor,
                 frees_space=capabilities.frees_space,
+                fixed_slots=capabilities.fixed_slots,
             ),
             namespaces=namespaces,
             quarantine=Quarantine(
@@ -301,8 +309,10 @@ class Opening:
             generation=max(record.opens << 32, settled.max_generation),
             checkpoint_bytes=loaded.checkpoint_bytes,
             journal_bytes_before=loaded.earlier_journal_bytes,
+            may_evict=self.options.when_full == "evict",
         )
         core.writer = Writer(core)
+        core.rooms = Rooms(core)
         tier.on_leave(core.leave_memory)
         self._choose_when_to_write(core)
         return core
@@ -367,75 +377,12 @@ class Opening:
     def _fit(self, core: Core) -> None:
         """Announce what a smaller capacity leaves no room for; it leaves in the background."""
         usage = core.usage()
-        if core.read_only or usage.live <= core.space.high(usage.overhead):
+        if core.read_only or not core.may_evict or usage.live <= core.space.high(usage.overhead):
             return
         victims = choose_victims(core, core.space.above_low(usage))
         size = int(record.image_bytes_of(core.index.sizes[victims]).sum())
         log.warning("will evict %d blocks, %d bytes, to fit the capacity", len(victims), size)
         core.trim_due = True
-
-
-class _Boot:
-    """What an opening owes to the one before it: leftovers to delete, perhaps a scan."""
-
-    def __init__(self, core: Core, loaded: Loaded, settled: Settled) -> None:
-        self._core = core
-        self._loaded = loaded
-        self._settled = settled
-        self._boot = layout.boot_id()
-        stopped = loaded.clean or not len(loaded.events)
-        self._untrusted = loaded.torn or loaded.missing
-        self._lost_power = not stopped and (not self._boot or self._boot != loaded.boot_id)
-
-    def doubt_rows(self) -> None:
-        """After a power loss, mark the rows that no sync covered."""
-        if self._lost_power:
-            core = self._core
-            core.doubt = UNSYNCED
-            rows = core.index.rows_of(None)
-            doubtful = core.index.generations[rows] > self._settled.synced
-            core.index.set_flags(rows[doubtful], UNSYNCED)
-
-    def begin(self) -> bool:
-        """Delete leftovers, begin the scan if one is due; True if nothing may be served before it.
-
-        The boot id goes into the journal only when nothing is due any more: a store that is stopped
-        in the middle of its scan is scanned again.
-        """
-        core = self._core
-        given_up = self._given_up()
-        if len(given_up):
-            core.leftovers = given_up
-            core.queue(DeleteLeftovers(core))
-        if not self._untrusted and not self._lost_power:
-            core.journal.append(self._mark())
-            return False
-        reason = self._loaded.reason or "the machine was booted without a clean stop before"
-        log.warning("%s: scanning the store: %s", core.path, reason)
-        core.scan_due = True
-        Reconcile(core, given_up["generation"], self._scanned)
-        return self._untrusted
-
-    def _scanned(self) -> None:
-        core, mark = self._core, self._mark()
-        core.scan_due = False
-        core.queue(Step(lambda: _append(core, mark), lambda _step: None))
-        if self._untrusted:
-            core.checkpoint_due = True
-
-    def _mark(self) -> events.Records:
-        mark = events.blank(1, events.Kind.OPEN)
-        mark["namespace"][0] = np.frombuffer(self._boot.ljust(16, b"\0"), np.uint8)
-        mark["generation"] = self._core.record.opens << 32
-        return mark
-
-    def _given_up(self) -> events.Records:
-        """Return the versions that must go. Where records are missing from the journal, a version
-        that was begun may also have been finished and acknowledged: then only those that ended."""
-        leftovers = self._settled.leftovers
-        if not self._untrusted:
-            return leftovers
-        return leftovers[np.isin(leftovers["kind"], (events.Kind.FREE, events.Kind.PUT))]
 
 
 def _populate(core: Core) -> None:
@@ -451,10 +398,6 @@ def _populate(core: Core) -> None:
             core.queue(Step(pieces.pop(0), go_on))
 
     go_on()
-
-
-def _append(core: Core, records: events.Records) -> None:
-    core.journal.append(records)
 
 
 def open_store(path: Path, options: Options | None = None) -> Store:

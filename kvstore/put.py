@@ -273,3 +273,9 @@ def check(core: Core, request: PutRequest) -> None:
                 f"block {key.hex()} of {length} bytes is over a quarter of the capacity",
                 "raise capacity",
             )
+        if record.image_bytes(length) > core.engine.largest_image:
+            raise InvalidKey(
+                f"block {key.hex()} of {length} bytes is larger than what this store has room for "
+                f"in one piece, {core.engine.largest_image - record.HEADER_PAGE} bytes",
+                "make a store of a larger capacity",
+            )

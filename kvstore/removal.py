@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore import events, record, versions
+from kvstore.backends.base import Leaving
 from kvstore.index import DISK, DURABLE, UNSYNCED
 from kvstore.job import Job, Step
 
@@ -31,14 +32,25 @@ class Removal(Job):
 
     ``bytes`` is what it frees on disk, ``count`` the number of blocks. With ``reason`` the records
     are damaged: a copy goes to quarantine before they are deleted. With ``stays`` the rows
-    themselves remain, about to hold other versions. A removal whose bytes could not be deleted
-    joins ``core.stuck`` and may be performed again.
+    themselves remain, about to hold other versions. ``evicted``: a rebuild of the index may bring
+    them back. ``moved``: the same blocks are elsewhere by now, nobody is told. A removal whose
+    bytes could not be deleted joins ``core.stuck`` and may be performed again.
     """
 
-    def __init__(self, core: Core, rows: U32, reason: str = "", *, stays: bool = False) -> None:
+    def __init__(
+        self,
+        core: Core,
+        rows: U32,
+        reason: str = "",
+        *,
+        stays: bool = False,
+        evicted: bool = False,
+        moved: bool = False,
+    ) -> None:
         super().__init__()
         self._core = core
         self._reason = reason
+        self._how = Leaving.EVICTED if evicted else Leaving.BLOCK
         self._written_down = False
         self._deleted = False
         self._groups = versions.groups(core.index, core.namespaces, rows)
@@ -50,7 +62,8 @@ class Removal(Job):
         core.late.forget(rows)
         if core.scan is not None:
             core.scan.give_up(self.frees["generation"])
-        core.publish_removed(rows)
+        if not moved:
+            core.publish_removed(rows)
         self._hidden = rows[:0] if stays else core.index.remove(rows)
         core.going += self.bytes
 
@@ -69,7 +82,7 @@ class Removal(Job):
                 core.quarantine.keep(core.engine, blocks, self._reason)
         self._reason = ""
         for _, blocks in self._groups:
-            core.engine.delete_many(blocks)
+            core.engine.delete_many(blocks, self._how)
         self._deleted = True
 
     def finish(self) -> None:
@@ -100,15 +113,18 @@ def retire(core: Core, rows: U32, reason: str = "") -> list[Removal]:
     return removals
 
 
-def supersede(core: Core, rows: U32, sizes: U32, generations: U64, places: U64) -> None:
-    """Give rows new versions that the engine has; the old ones go when their readers have gone."""
+def supersede(core: Core, rows: U32, new: events.Records, places: U64, *, moved: bool) -> None:
+    """Give rows new versions that the engine has; the old ones go when their readers have gone.
+
+    ``moved``: the same bytes in another place.
+    """
     references = core.index.take_references(rows)
-    removals = [Removal(core, rows[references == 0], stays=True)]
-    core.queue(removals[0])
+    core.queue(Removal(core, rows[references == 0], stays=True, moved=moved))
     for row, count in zip(rows[references > 0], references[references > 0], strict=True):
-        core.hold(int(row), int(count), Removal(core, rows[rows == row], stays=True))
-    core.index.replace(rows, sizes, generations, places)
-    core.publish_stored(rows)
+        core.hold(int(row), int(count), Removal(core, rows[rows == row], stays=True, moved=moved))
+    core.index.replace(rows, new["length"], new["generation"], places)
+    if not moved:
+        core.publish_stored(rows)
 
 
 def forget(core: Core, begins: events.Records, blocks: Blocks) -> None:
@@ -155,6 +171,8 @@ def make_room(core: Core, need: int) -> list[Removal] | None:
     """
     usage = core.usage()
     wanted = core.space.to_evict(usage, need)
+    if wanted and not core.may_evict:
+        return None
     core.trim_due = core.trim_due or wanted > 0
     victims = choose_victims(core, wanted)
     freed = int(record.image_bytes_of(core.index.sizes[victims]).sum())
@@ -165,7 +183,7 @@ def make_room(core: Core, need: int) -> list[Removal] | None:
 
 def evict(core: Core, victims: U32) -> Removal:
     """Make the removal of chosen victims and count it."""
-    removal = Removal(core, victims)
+    removal = Removal(core, victims, evicted=True)
     core.counters.evictions += removal.count
     core.counters.evicted_bytes += removal.bytes
     return removal

@@ -169,6 +169,16 @@ class Arena(Slots):
         return len(self._class_bytes)
 
     @property
+    def class_bytes(self) -> I64:
+        """The slot length of each class in bytes; read-only."""
+        return _read_only(self._class_bytes)
+
+    @property
+    def class_slots(self) -> I64:
+        """The slots in a chunk of each class; read-only."""
+        return _read_only(self._class_slots)
+
+    @property
     def num_slots(self) -> int:
         """Slots of the chunks that belong to a class."""
         return int(self.chunk_slots().sum())
@@ -324,6 +334,26 @@ class Arena(Slots):
         self._classes[chunks] = size_class
         self._free[chunks] = slots
         self._stack[chunks, :slots] = np.arange(slots - 1, -1, -1, dtype=np.uint16)
+
+    def give(self, chunk: int, size_class: int, *, taken: bool = False) -> None:
+        """Give a blank chunk to a class; with ``taken`` all its slots are COMMITTED at once.
+
+        Raises ValueError for a chunk that is not blank.
+        """
+        if self._classes[chunk] != BLANK:
+            raise ValueError("only a blank chunk can be given to a class")
+        chunks = np.array([chunk])
+        self._give(chunks, size_class)
+        if taken:
+            self._free[chunk] = 0
+            self._enter(self.ids_in(chunks), COMMITTED)
+
+    def take_all(self, chunk: int) -> U64:
+        """Return all free slots of a chunk, WRITING from now on, so that nobody else gets them."""
+        free, self._free[chunk] = int(self._free[chunk]), 0
+        ids: I64 = chunk * self._stride + self._stack[chunk, :free].astype(np.int64)
+        self._enter(ids, WRITING)
+        return self.places(ids)
 
     def _take(self, size_class: int, count: int) -> I64:
         """Take free slots, out of the fullest chunks first: so that others become empty."""

@@ -20,6 +20,8 @@ HIGH_WATERMARK = 0.95
 LOW_WATERMARK = 0.92
 MAX_RECORD_SHARE = 4
 """A record over this fraction (1/n) of the capacity is refused."""
+RESERVE_SHARE = 50
+"""At least this part (1/n) of the capacity is kept for journal, checkpoint and quarantine."""
 FLOOR_SHARE = 0.05
 FLOOR_MIN = 10 << 30
 FLOOR_MAX_SHARE = 0.10
@@ -73,15 +75,27 @@ class Usage:
 
 
 class Space:
-    """The limits of one store. ``at_floor``: the filesystem has less free than it must have."""
+    """The limits of one store. ``at_floor``: the filesystem has less free than it must have.
+
+    With ``fixed_slots`` the engine's files are made ahead and bounded by themselves: free slots are
+    room, and a share of them stays free, or blocks of one length would find none among those of
+    others. At the floor no more files are made.
+    """
 
     def __init__(
-        self, capacity: int, space_factor: float, floor: int, *, frees_space: bool
+        self,
+        capacity: int,
+        space_factor: float,
+        floor: int,
+        *,
+        frees_space: bool,
+        fixed_slots: bool = False,
     ) -> None:
         self.capacity = check_capacity(capacity)
         self.floor = floor
         self._factor = space_factor
         self._frees_space = frees_space
+        self._fixed_slots = fixed_slots
         self.at_floor = False
         self._live_at_floor: int | None = None
         self._given = 0
@@ -89,11 +103,20 @@ class Space:
 
     def high(self, overhead: int) -> int:
         """Return the live bytes at which eviction begins."""
+        if self._fixed_slots:
+            return int((self.capacity - overhead) * HIGH_WATERMARK)
         return min(int(self.capacity * HIGH_WATERMARK / self._factor), self.capacity - overhead)
 
     def low(self, overhead: int) -> int:
         """Return the live bytes at which eviction ends."""
         return int(self.high(overhead) * LOW_WATERMARK / HIGH_WATERMARK)
+
+    def for_files(self, other: int, free: int, files: int) -> int:
+        """Return how many bytes an engine may take that makes ``files`` bytes of them ahead, where
+        the store takes ``other`` bytes besides and the filesystem has ``free`` left."""
+        limit = self.capacity - max(other, self.capacity // RESERVE_SHARE)
+        # At the floor it makes no more, but keeps what it has.
+        return min(limit, files + max(0, free - self.floor))
 
     def fits(self, record_bytes: int) -> bool:
         return record_bytes <= self.capacity // MAX_RECORD_SHARE
@@ -126,9 +149,9 @@ class Space:
         wanted = usage.taken + need - self.high(usage.overhead)
         wanted = max(wanted, usage.physical + need - self.capacity - usage.going)
         wanted = min(wanted, need)
-        if need and usage.free - need < self.floor:
+        if need and usage.free - need < self.floor and not self._fixed_slots:
             self._reach(usage)
-        if self.at_floor:
+        if self.at_floor and not self._fixed_slots:
             wanted = max(wanted, need)
         return max(0, wanted)
 
@@ -141,13 +164,14 @@ class Space:
         if usage.stuck and usage.taken + need > self.high(usage.overhead):
             # What leaves the index does not leave the disk: evicting more would help nobody.
             return False
-        if self.at_floor and usage.free < need and need > self._may_give(usage):
+        at_floor = self.at_floor and not self._fixed_slots
+        if at_floor and usage.free < need and need > self._may_give(usage):
             # The disk is full to the last byte: somebody takes what we free before we can use it.
             return False
         if evicted >= need:
             return True
         after = usage.taken + need - evicted
-        return after <= self.high(usage.overhead) and not self.at_floor
+        return after <= self.high(usage.overhead) and not at_floor
 
     def floor_surplus(self, usage: Usage) -> int:
         """Return the bytes to give back because the filesystem is below its floor."""

@@ -321,7 +321,7 @@ class Store:
             "created": core.record.created,
             "opens": core.record.opens,
             "capacity_bytes": core.space.capacity,
-            "used_bytes": usage.physical,
+            "used_bytes": core.physical,
             "live_bytes": usage.live,
             "min_free_bytes": core.space.floor,
             "free_bytes": usage.free,

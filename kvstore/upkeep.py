@@ -272,6 +272,8 @@ class Upkeep:
             self._checkpoint_at = now + CHECKPOINT_RETRY_SECONDS
             self.checkpoint_now()
         self.make_room()
+        if core.excess:
+            core.rooms.shrink()
 
     # -- figures ----------------------------------------------------------------------------------
 
@@ -333,7 +335,7 @@ class Upkeep:
         Puts evict only what they need themselves, so that none of them waits for more.
         """
         core = self._core
-        if self._evicting is not None:
+        if self._evicting is not None or not core.may_evict:
             return
         usage = core.usage()
         floor = core.space.floor_surplus(usage)

@@ -161,6 +161,13 @@ class Writer:
             self._queue.extend(entries)
             self._core.queue(Step(lambda: None, lambda _: self.pump()))
 
+    def postpone(self, entry: Entry, part: Entry) -> None:
+        """Have whoever waits for an entry wait for a part of it, too, that comes later."""
+        self._under_way.add(part)
+        for waited, _ in self._barriers:
+            if entry in waited:
+                waited.add(part)
+
     def note_not_dirty(self, entry: Entry) -> None:
         """Note that the blocks of an entry are not dirty any more."""
         self.dirty_bytes -= entry.bytes
@@ -215,9 +222,8 @@ class Writer:
             watch.durable for one in entry.watched for watch in self._watches.get(one, ())
         )
 
-    def written(self, entries: list[Entry], seconds: float) -> None:
-        """Bring entries home: answer those who wait, make room, go on with the queue."""
-        size = sum(entry.bytes for entry in entries)
+    def written(self, entries: list[Entry], size: int, seconds: float) -> None:
+        """Bring entries of ``size`` bytes home: answer those who wait, go on with the queue."""
         self._writing -= 1
         self._writing_bytes -= size
         rate = size / max(seconds, 1e-6)
@@ -274,6 +280,7 @@ class Write(Job):
         super().__init__()
         self._core = core
         self._entries = entries
+        self._bytes = sum(entry.bytes for entry in entries)
         self._seconds = 0.0
         self._removals: list[Removal] = []
         self._coming = 0
@@ -316,7 +323,7 @@ class Write(Job):
 
     def _need(self, entry: Entry) -> int:
         lengths = entry.blocks.lengths[entry.statuses != Status.OK]
-        return int(record.image_bytes_of(lengths).sum())
+        return 0 if entry.moves else int(record.image_bytes_of(lengths).sum())
 
     # -- run: in a worker -------------------------------------------------------------------------
 
@@ -377,7 +384,7 @@ class Write(Job):
             # memory, journal and disk agree that these writes failed.
             for entry, skip in zip(self._entries, self._skip, strict=True):
                 ok = ~skip & (entry.statuses == Status.OK)
-                core.engine.delete_many(entry.blocks.take(ok))
+                core.engine.delete_many(entry.blocks.at(entry.written).take(ok))
                 entry.statuses[~skip] = Status.FAILED
             raise
 
@@ -390,12 +397,14 @@ class Write(Job):
             if self.failure is not None:
                 entry.statuses[~self._skip[number]] = Status.FAILED
                 entry.reason = self.failure.message
-            self._finish(entry, self._skip[number], synced=self._synced[number])
+            skip = core.rooms.split(entry, self._skip[number])
+            self._finish(entry, skip, synced=self._synced[number])
         for removal in self._removals:
             removal.finish()
         if any((entry.statuses == Status.FULL).any() for entry in self._entries):
             core.note_full()
-        core.writer.written(self._entries, self._seconds)
+        core.writer.written(self._entries, self._bytes, self._seconds)
+        core.rooms.make()
 
     def _finish(self, entry: Entry, skip: np.ndarray, *, synced: bool) -> None:
         core, index = self._core, self._core.index
@@ -441,9 +450,10 @@ class Write(Job):
         there = ok & index.holds(rows, old) & ((index.flags[rows] & DISK) != 0)
         core.release(rows, old)
         new = entry.begins[there]
-        supersede(core, rows[there], new["length"], new["generation"], entry.written[there])
+        supersede(core, rows[there], new, entry.written[there], moved=entry.moves)
         entry.gone = ok & ~there
         if entry.gone.any():
             # Deleted or found damaged meanwhile: what was written must not come back with the
             # journal. Whoever put it may do so again, to a row of its own.
-            forget(core, entry.begins[entry.gone], entry.blocks.take(entry.gone))
+            gone = entry.gone
+            forget(core, entry.begins[gone], entry.blocks.at(entry.written).take(gone))

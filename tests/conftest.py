@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,14 @@ def _clean_environment(
     for name in ("NO_COLOR", "JOURNAL_STREAM"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
+
+
+@pytest.fixture
+def tidy(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Remove what a test wrote, also if it failed: files made ahead are large."""
+    yield
+    for path in (tmp_path, *tmp_path_factory.getbasetemp().glob("machine*")):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.fixture

@@ -360,7 +360,7 @@ def test_the_example_holds_every_setting_with_its_default(tmp_path: Path) -> Non
     environment = {"KVSTORE_CONFIG": str(file)}
     plain = run_command("config", "show", "--json").json()
     assert run_command("config", "show", "--json", env=environment).json() == plain
-    assert "read and written: auto, direct or buffered.\n# io = " in text
+    assert "read and written: auto, direct, buffered or mmap.\n# io = " in text
     # All of it taken in: sizes, times and words are spelled as they are read.
     lines = [
         line[2:] if line.startswith("# ") and " = " in line else line for line in text.splitlines()

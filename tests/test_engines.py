@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvstore.backends import engine_class, engine_names
-from kvstore.backends.base import Engine, EngineContext, Read, Status, Written
+from kvstore.backends.base import Engine, EngineContext, Leaving, Read, Status, Written
 from kvstore.backends.filesystem import FilesystemEngine
 from kvstore.backends.memory import MemoryEngine
 from kvstore.errors import ConfigError, EngineError
@@ -218,7 +218,7 @@ class Lingering(FilesystemEngine):
         read = super().get_many_into(blocks, images)
         return Read(np.where(self._there(blocks), read.statuses, Status.MISSING), read.filled)
 
-    def delete_many(self, blocks: Blocks) -> int:
+    def delete_many(self, blocks: Blocks, how: Leaving = Leaving.VERSION) -> int:
         there = int(self.contains_many(blocks).sum())
         self.gone.update(identities(blocks))
         return there

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore import events, journal, layout, namespaces, record
+from kvstore.backends import graves, superfile
 from kvstore.keys import named, namespace_id
 
 ROOT = Path(__file__).parent.parent
@@ -62,6 +63,35 @@ def test_the_record_image() -> None:
     rows = tables("Record image")[0]
     assert rows[0][:2] == ["0", str(record.HEADER_PAGE)]
     assert rows[1][0] == str(record.HEADER_PAGE)
+
+
+def test_the_super_block() -> None:
+    names = ["magic", "version", "reserved", "store", "number", "slot_bytes", "file_bytes"]
+    expected = layout_of(superfile.HEADER, [*names, "edition"])
+    expected.append((superfile.HEADER.size, superfile.SUM.size, "checksum"))
+    table = tables("Super-block")[0]
+    assert documented(table) == expected
+    assert table[0][3] == superfile.MAGIC.decode()
+    assert table[1][3] == str(superfile.VERSION)
+    assert f"`{superfile.TOMBSTONE.decode()}`" in TEXT
+    fields = graves.ENTRY.fields
+    assert fields is not None
+    entry = [(offset, kind.itemsize, name) for name, (kind, offset, *_) in fields.items()]
+    assert documented(tables("Super-block")[1]) == entry
+    assert f"{graves._CHECK:#x}" in TEXT
+    assert f"ending in\n`{superfile.SUFFIX}{superfile.NEW}`" in TEXT
+
+
+def test_the_golden_super_block() -> None:
+    """Header page, a slot with the golden record, one with a tombstone, one that is blank."""
+    data = (GOLDEN / "superblock.sb").read_bytes()
+    shape = superfile.Shape(bytes(range(16)), 1, 8192, len(data), 3)
+    for start in (0, len(data) - 4096):
+        assert superfile.decode(memoryview(data)[start:]) == shape
+        assert data[start : start + 4096] == shape.encode().ljust(4096, b"\0")
+    assert record.decode(data[4096:]).generation == 5
+    assert data[4096 + 8192 :].startswith(superfile.TOMBSTONE)
+    assert data[4096 + 2 * 8192 : 4100 + 2 * 8192] == bytes(4)
 
 
 def test_the_file_header() -> None:

@@ -515,3 +515,30 @@ def test_nobody_can_change_what_is_shown() -> None:
         with pytest.raises(AttributeError):
             setattr(arena, name, 1)
     assert arena.state_bytes < 6 * arena.stride * CHUNKS + 100
+
+
+def test_a_chunk_given_with_all_its_slots_taken() -> None:
+    arena = Arena(CHUNKS * CHUNK, CHUNK)
+    arena.give(2, 0, taken=True)
+    ids = arena.ids_in(np.array([2]))
+    assert (arena.states[ids] == COMMITTED).all()
+    assert arena.num_free == 0
+    arena.incr(ids)
+    arena.decr(ids)
+    arena.free(arena.places(ids[1:3]))
+    assert arena.num_free == 2
+    assert sorted(arena.ids(arena.allocate(sizes_of(1, 1))).tolist()) == ids[1:3].tolist()
+    with pytest.raises(ValueError, match="blank"):
+        arena.give(2, 1)
+
+
+def test_all_free_slots_of_a_chunk() -> None:
+    arena = Arena(CHUNKS * CHUNK, CHUNK)
+    held = arena.allocate(sizes_of(1, 1, 1))
+    chunk = int(held[0] >> np.uint64(32))
+    rest = arena.take_all(chunk)
+    assert len(rest) == arena.slots_per_chunk(0) - 3
+    assert not np.isin(rest, held).any()
+    assert arena.num_free == 0
+    arena.free(np.append(rest, held))
+    assert arena.empty_chunks().tolist() == [chunk]

@@ -191,3 +191,43 @@ def test_a_disk_that_somebody_else_fills_to_the_last_byte_keeps_half() -> None:
     assert limits.allows(usage(50 * MIB, free=0), MIB, evicted=MIB)
     assert not limits.allows(usage(25 * MIB, free=0), MIB, evicted=MIB)
     assert limits.allows(usage(25 * MIB, free=9 * MIB), MIB, evicted=MIB), "room to write first"
+
+
+def slotted(capacity: int = 100 * MIB, floor: int = 0) -> Space:
+    return Space(capacity, 1.0, floor, frees_space=False, fixed_slots=True)
+
+
+def test_with_fixed_slots_some_of_them_stay_free() -> None:
+    """What slots and their files lose counts as overhead; of the rest 5 % is kept."""
+    found = slotted()
+    assert found.high(20 * MIB) == int(80 * MIB * 0.95)
+    assert found.low(20 * MIB) == int(found.high(20 * MIB) * 0.92 / 0.95)
+    usage = Usage(live=75 * MIB, coming=0, going=0, overhead=20 * MIB, free=1 << 40)
+    assert found.to_evict(usage, MIB) == 0
+    assert found.to_evict(usage, 2 * MIB) == MIB
+
+
+def test_with_fixed_slots_the_floor_stops_files_not_puts() -> None:
+    found = slotted(floor=50 * MIB)
+    usage = Usage(live=10 * MIB, coming=0, going=0, overhead=MIB, free=0)
+    found.observe(usage)
+    assert found.at_floor
+    assert found.to_evict(usage, MIB) == 0
+    assert found.allows(usage, MIB, 0)
+    assert found.floor_surplus(usage) == 0
+
+
+@pytest.mark.parametrize(
+    ("other", "free", "files", "limit"),
+    [
+        (MIB, 1 << 40, 0, 98 * MIB),
+        (10 * MIB, 1 << 40, 0, 90 * MIB),
+        (MIB, 60 * MIB, 30 * MIB, 40 * MIB),
+        (MIB, 10 * MIB, 30 * MIB, 30 * MIB),
+        (MIB, 10 * MIB, 200 * MIB, 98 * MIB),
+    ],
+)
+def test_how_many_bytes_files_made_ahead_may_take(
+    other: int, free: int, files: int, limit: int
+) -> None:
+    assert slotted(floor=50 * MIB).for_files(other, free, files) == limit

@@ -13,7 +13,15 @@ ENTRY_POINTS = "kvstore.backends"
 BUILT_IN = {
     "memory": "kvstore.backends.memory:MemoryEngine",
     "filesystem": "kvstore.backends.filesystem:FilesystemEngine",
+    "superblock": "kvstore.backends.superblock:SuperblockEngine",
 }
+ALIASES = {"mmap": "superblock"}
+"""Names that stand for an engine with ``io`` of that name."""
+
+
+def plain_name(name: str) -> str:
+    """Return the name that STORE.json has for an engine."""
+    return ALIASES.get(name, name)
 
 
 def engine_names() -> list[str]:
@@ -23,7 +31,7 @@ def engine_names() -> list[str]:
 
 def engine_package(name: str) -> tuple[str, str]:
     """Return the name and version of the package that an engine comes with."""
-    if name in BUILT_IN:
+    if plain_name(name) in BUILT_IN:
         return "kvstore", __version__
     package = _installed(name).dist
     return (package.name, package.version) if package is not None else ("unknown", "")
@@ -46,6 +54,7 @@ def engine_class(name: str) -> type[Engine]:
 
 
 def _load(name: str) -> object:
+    name = plain_name(name)
     if name in BUILT_IN:
         module, _, attribute = BUILT_IN[name].partition(":")
         return getattr(import_module(module), attribute)

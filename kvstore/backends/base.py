@@ -17,7 +17,7 @@ anything is moved (:func:`check_images`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, ClassVar
 
@@ -54,6 +54,19 @@ class Status(IntEnum):
     """The device refuses to read it, perhaps only for now."""
     FAILED = 4
     """The operating system or the library failed; the log has the details."""
+    NEED_ROOM = 6
+    """Not written: something must leave first, see :meth:`Engine.room`."""
+
+
+class Leaving(IntEnum):
+    """How a record leaves: what a rebuild of the index may find of its block afterwards."""
+
+    VERSION = 0
+    """Never this version; others of the block may count."""
+    BLOCK = 1
+    """Neither this version nor an older one: the block was deleted, or has a newer version."""
+    EVICTED = 2
+    """By policy: where removing costs nothing, nothing need be written, and it may come back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +102,10 @@ class Blocks:
             self.generations[which],
             self.places[which],
         )
+
+    def at(self, places: U64) -> Blocks:
+        """Return the same blocks in other places."""
+        return replace(self, places=places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +166,30 @@ class Finding:
 @dataclass(frozen=True, slots=True)
 class Stats:
     """``overhead_bytes``: what ``du`` counts besides records (directories, indexes), a lower bound
-    until the engine has looked everywhere; ``io`` one of ``memory``, ``direct``, ``buffered``;
-    ``notes`` are sentences for ``status``."""
+    until the engine has looked everywhere; with fixed slots, also what they lose to rounding, but
+    not free slots. ``file_bytes``: what the files take in all, where they are made ahead of use,
+    else 0. ``io``: one of ``memory``, ``direct``, ``buffered``, ``mmap``; ``notes`` are sentences
+    for ``status``."""
 
     overhead_bytes: int
     io: str
     notes: tuple[str, ...] = ()
+    file_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How to make room for a record in an engine with fixed slots.
+
+    A *group* is what shares the upper 32 bits of its places. Every record that leaves one of
+    ``own`` makes room for one; one of ``others`` must lose all its records first (see
+    :meth:`Engine.close_group`). ``free``: records for which there is room now. Closed groups count
+    nowhere.
+    """
+
+    own: U32
+    others: U32
+    free: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +217,16 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """Where an engine lives: its directory, the uuid of the store, its own options."""
+    """Where an engine lives: its directory, the uuid of the store, its own options.
+
+    ``capacity``: bytes that the store may take, 0 = whatever the filesystem has.
+    """
 
     directory: Path
     store_uuid: bytes
     options: Mapping[str, object] = field(default_factory=dict)
     read_only: bool = False
+    capacity: int = 0
 
 
 class Engine(ABC):
@@ -207,6 +246,11 @@ class Engine(ABC):
     """Options that shape the files, with their defaults: ``create`` fixes them for good, so the
     store keeps them in STORE.json and passes them to every later ``open``."""
 
+    @classmethod
+    def options_for(cls, capacity: int) -> Mapping[str, object]:
+        """Return what a new store of that capacity (bytes) records of the options."""
+        return cls.recorded_options
+
     def __init__(self, context: EngineContext) -> None:
         self.context = context
         self.is_open = False
@@ -223,6 +267,11 @@ class Engine(ABC):
     def failed(self) -> str:
         """Why nothing more is written until the engine is opened again: a sync failed; else ""."""
         return ""
+
+    @property
+    def largest_image(self) -> int:
+        """The largest record image (bytes) that can be put."""
+        return 1 << 62
 
     @abstractmethod
     def create(self) -> None:
@@ -243,7 +292,8 @@ class Engine(ABC):
         Images are complete: header encoded, padding zeroed. A new generation of a key goes to
         another place than the old one and leaves it untouched. Blocks are written in the given
         order as far as that matters (a full device takes the first ones); those that fail leave
-        nothing behind and do not disturb the others.
+        nothing behind and do not disturb the others. Status FULL, or NEED_ROOM where :meth:`room`
+        knows how to make some.
         """
 
     @abstractmethod
@@ -256,12 +306,43 @@ class Engine(ABC):
         """Tell for each block whether a record of that key and generation is there."""
 
     @abstractmethod
-    def delete_many(self, blocks: Blocks) -> int:
+    def delete_many(self, blocks: Blocks, how: Leaving = Leaving.VERSION) -> int:
         """Remove records of these keys and generations; return how many were there.
+
+        Place 0 is unknown: a version that a kill left behind.
 
         Raises EngineError, after all were tried, if one is there and cannot be removed: a deletion
         must not be acknowledged while a rebuild could bring the record back.
         """
+
+    def claim(  # noqa: B027
+        self, places: U64, lengths: U32, generations: U64, *, complete: bool
+    ) -> None:
+        """Learn which records count, after an opening; ``complete``: these are all there are.
+
+        For engines that keep no table of their own: what was there at the opening and is neither
+        claimed nor written since counts as taken until a complete claim, and is free from then on.
+        """
+
+    def allow(self, physical_bytes: int) -> None:  # noqa: B027
+        """Learn how many bytes the files may take on the device; called once a second.
+
+        For engines that make files ahead of use: they make no more beyond it, and give back those
+        that hold no record.
+        """
+
+    def room(self, length: int) -> Room:
+        """Tell how to make room for a payload of that length, after a NEED_ROOM."""
+        none = np.zeros(0, np.uint32)
+        return Room(none, none, 0)
+
+    def close_group(self, group: int) -> bool:
+        """Put nothing more into a group; return whether it is empty: then whoever needs it has it.
+        May be called again to ask."""
+        return False
+
+    def reopen_group(self, group: int) -> None:  # noqa: B027
+        """Take :meth:`close_group` back, unless the group has become empty."""
 
     def forget(self, namespace: bytes) -> None:  # noqa: B027
         """Give up what is kept for a namespace that has no records left, such as directories.

@@ -82,22 +82,29 @@ class Files:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 return 0, -1
-            try:
-                filled = os.preadv(descriptor, [image], 0)
-            except OSError as error:
-                filled = self._read_buffered(descriptor, image, error)
-            if filled < len(image):
-                filled = _read_on(descriptor, image, filled, status.st_size)
-            return filled, status.st_size
+            return self.read(descriptor, image, status.st_size), status.st_size
         finally:
             os.close(descriptor)
 
-    def write(self, descriptor: int, image: memoryview) -> None:
-        """Write the whole of ``image`` at the start of a file; raises OSError."""
+    def read(self, descriptor: int, image: memoryview, end: int, start: int = 0) -> int:
+        """Fill ``image`` with what lies at ``start`` of a file that ends at ``end``.
+
+        Returns the bytes filled. Raises OSError if not one byte can be read.
+        """
+        try:
+            filled = os.preadv(descriptor, [image], start)
+        except OSError as error:
+            filled = self._read_buffered(descriptor, image, start, error)
+        if filled < len(image):
+            filled = _read_on(descriptor, image, filled, start, end)
+        return filled
+
+    def write(self, descriptor: int, image: memoryview, start: int = 0) -> None:
+        """Write the whole of ``image`` at ``start`` of a file; raises OSError."""
         done, refused_at = 0, -1
         while done < len(image):
             try:
-                moved = os.pwritev(descriptor, [image[done:] if done else image], done)
+                moved = os.pwritev(descriptor, [image[done:] if done else image], start + done)
             except OSError as error:
                 if refused_at >= 0 or not self._refused(error):
                     raise
@@ -111,12 +118,12 @@ class Files:
         if refused_at == 0:
             self._blame(image)
 
-    def _read_buffered(self, descriptor: int, image: memoryview, error: OSError) -> int:
+    def _read_buffered(self, descriptor: int, image: memoryview, start: int, error: OSError) -> int:
         """Try once more without O_DIRECT if that was why a read failed."""
         if not self._refused(error):
             raise error
         _make_buffered(descriptor)
-        filled = os.preadv(descriptor, [image], 0)
+        filled = os.preadv(descriptor, [image], start)
         self._blame(image)
         return filled
 
@@ -184,11 +191,11 @@ def _make_buffered(descriptor: int) -> None:
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
 
 
-def _read_on(descriptor: int, image: memoryview, filled: int, size: int) -> int:
+def _read_on(descriptor: int, image: memoryview, filled: int, start: int, end: int) -> int:
     """Go on after a short read as far as the file and its device allow."""
-    while 0 < filled < min(len(image), size):
+    while 0 < filled < min(len(image), end - start):
         try:
-            more = os.preadv(descriptor, [image[filled:]], filled)
+            more = os.preadv(descriptor, [image[filled:]], start + filled)
         except OSError:
             break
         if not more:

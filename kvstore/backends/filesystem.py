@@ -163,7 +163,7 @@ class FilesystemEngine(base.Engine):
         namespace = blocks.namespace.hex()
         return [f"{namespace}/{fan}/{name}" for fan, name in self._tree.names(blocks)]
 
-    def delete_many(self, blocks: Blocks) -> int:
+    def delete_many(self, blocks: Blocks, how: base.Leaving = base.Leaving.VERSION) -> int:
         self.require_open(writing=True)
         removed, failure, namespace = 0, "", blocks.namespace.hex()
         with Folders(self._root) as folders:

@@ -72,7 +72,7 @@ class MemoryEngine(base.Engine):
         self.require_open()
         return np.array([name in self._records for name in _names(blocks)], np.bool_)
 
-    def delete_many(self, blocks: Blocks) -> int:
+    def delete_many(self, blocks: Blocks, how: base.Leaving = base.Leaving.VERSION) -> int:
         self.require_open(writing=True)
         return sum(self._records.pop(name, None) is not None for name in _names(blocks))
 

@@ -30,7 +30,7 @@ def engines(call: Call) -> None:
     """List the engines: ways to keep blocks on disk."""
     from kvstore import backends, render
 
-    found = [_engine(name) for name in backends.engine_names()]
+    found = [_engine(name) for name in sorted([*backends.engine_names(), *backends.ALIASES])]
     rows = [
         (
             one["name"],

@@ -56,9 +56,10 @@ def _setting(name: str, metavar: str, text: str, section: str = "Options") -> Ca
 @_setting("min-free", "SIZE", "Bytes of the filesystem that stay free.")
 @_setting("create", "auto|never", "Whether a missing store is made.")
 @_setting("workers", "N", "Threads for disk and hashing.")
-@_setting("io", "auto|direct|buffered", "How block files are read and written.")
+@_setting("io", "auto|direct|buffered|mmap", "How block files are read and written.")
 @_setting("write", "through|late", "When accepted blocks are written.")
 @_setting("max-dirty-age", "TIME", "Longest time until then, with --write late.")
+@_setting("when-full", "evict|read-only", "What gives way when there is no room.")
 @click.option("--check-only", is_flag=True, help="Check the settings and stop.")
 @_setting("socket-group", "GROUP", "Its members may connect.", ACCESS)
 @_setting("admin-group", "GROUP", "Its members may do everything.", ACCESS)
@@ -205,6 +206,7 @@ def _server_options(loaded: Loaded) -> ServerOptions:
             memory_bytes=settings.memory,
             write=settings.write,
             max_dirty_age=settings.max_dirty_age,
+            when_full=settings.when_full,
         ),
         workers=settings.workers,
         max_clients=settings.max_clients,
@@ -223,7 +225,7 @@ def _server_options(loaded: Loaded) -> ServerOptions:
 
 def _engine(loaded: Loaded) -> str | None:
     """Return the engine asked for; one in the file or environment gives way to the store's own."""
-    from kvstore import layout
+    from kvstore import backends, layout
     from kvstore.errors import StoreNotFound
 
     wanted, origin = loaded.settings.engine, loaded.origins["engine"]
@@ -233,8 +235,9 @@ def _engine(loaded: Loaded) -> str | None:
         engine = layout.read(loaded.settings.store).engine
     except StoreNotFound:
         return wanted
-    if engine != wanted:
-        log.warning("engine = %s (%s) is ignored: the store uses %s", wanted, origin, engine)
+    if engine == backends.plain_name(wanted):
+        return wanted
+    log.warning("engine = %s (%s) is ignored: the store uses %s", wanted, origin, engine)
     return None
 
 

@@ -107,7 +107,7 @@ STATUS: Fields = {
     **_DAEMON,
     **_STORE,
     "notes": ("list of string", "what is worth knowing; administrators only"),
-    "io": ("string", "memory, direct or buffered"),
+    "io": ("string", "memory, direct, buffered or mmap"),
     "write": ("string", "through or late: when accepted blocks are written"),
     "min_free_bytes": ("integer", "what must stay free on the filesystem"),
     "free_bytes": ("integer", "what is free"),

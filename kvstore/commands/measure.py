@@ -216,7 +216,7 @@ def _table_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _store_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add what the tables of kvstore itself take."""
-    io = click.Choice(["auto", "direct", "buffered"])
+    io = click.Choice(["auto", "direct", "buffered", "mmap"])
     function = click.option(
         "--io", type=io, default="auto", show_default=True, help="How block files are read."
     )(function)
@@ -362,4 +362,49 @@ def slots(call: Call, slots: int, trials: int, seed: int) -> None:
     from kvstore.bench import slots as measured
 
     result = measured.run(slots, trials, seed)
+    call.output.result(result, measured.lines(result))
+
+
+@bench.command(
+    cls=Command,
+    example="kvstore bench engine\nkvstore bench engine --block-size 896KiB --rounds 9 --json",
+    exits={
+        0: "every block was right; the limits met and not met are listed",
+        1: "a block was wrong",
+        2: "wrong usage, or the machine has too little room",
+        130: "",
+        141: "",
+    },
+)
+@click.option(
+    "--rounds", type=click.IntRange(1, 1000), default=5, show_default=True, help="How many."
+)
+@click.option(
+    "--blocks", type=click.IntRange(16, 65536), default=512, show_default=True, help="Blocks."
+)
+@click.option(
+    "--block-size", metavar="SIZE", default="2MiB", show_default=True, help="Bytes of each."
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(1, 64),
+    default=4,
+    show_default=True,
+    help="Threads that call the engine.",
+)
+@directory_option
+@click.pass_obj
+def engine(
+    call: Call, rounds: int, blocks: int, block_size: str, threads: int, directory: str
+) -> None:
+    """Time the engine superblock beside the disk and a copy.
+
+    Nothing else of kvstore takes part. Reads and writes of one file with O_DIRECT are timed beside
+    it. It takes four times the size of the blocks on disk, and twice in memory.
+    """
+    from kvstore.bench import engine as measured
+
+    size = _block_bytes(block_size)
+    plan = measured.Plan(blocks, size, threads, rounds, Path(directory))
+    result = measured.run(plan, call.output.note)
     call.output.result(result, measured.lines(result))

@@ -14,8 +14,10 @@ from kvstore.backends.base import (
     Blocks,
     Engine,
     Finding,
+    Leaving,
     Mask,
     Read,
+    Room,
     Scanned,
     Stats,
     Written,
@@ -25,7 +27,7 @@ from kvstore.backends.base import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from kvstore.backends.base import U8, Status
+    from kvstore.backends.base import U8, U32, U64, Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +102,32 @@ class FaultyEngine(Engine):
         self._before("contains_many")
         return self.inner.contains_many(blocks)
 
-    def delete_many(self, blocks: Blocks) -> int:
+    def delete_many(self, blocks: Blocks, how: Leaving = Leaving.VERSION) -> int:
         fault = self._before("delete_many")
-        removed = self.inner.delete_many(blocks)
+        removed = self.inner.delete_many(blocks, how)
         _after(fault)
         return removed
+
+    @property
+    def largest_image(self) -> int:
+        return self.inner.largest_image
+
+    def claim(self, places: U64, lengths: U32, generations: U64, *, complete: bool) -> None:
+        self._before("claim")
+        self.inner.claim(places, lengths, generations, complete=complete)
+
+    def allow(self, physical_bytes: int) -> None:
+        self._before("allow")
+        self.inner.allow(physical_bytes)
+
+    def room(self, length: int) -> Room:
+        return self.inner.room(length)
+
+    def close_group(self, group: int) -> bool:
+        return self.inner.close_group(group)
+
+    def reopen_group(self, group: int) -> None:
+        self.inner.reopen_group(group)
 
     def forget(self, namespace: bytes) -> None:
         self._before("forget")
