@@ -51,12 +51,12 @@ lint: venv
 	$(BIN)/lint-imports --no-logo
 	$(RUN) codespell_lib kvstore tests docs README.md Makefile
 
-# Those of the commands mostly wait for Python to start, so two run at a time; the others would
-# disturb each other's deadlines.
-COMMAND_TESTS := $(wildcard tests/test_cli.py tests/test_cli_*.py tests/test_bad_input.py tests/test_bench_*.py)
+# Tests with deadlines of their own run one after the other; all others two at a time.
+TIMED_TESTS := $(patsubst %,tests/test_%.py,capacity client data_plane fuzz_socket kill notify \
+	promises roles server settle soak superblock_daemon systemd writer_late)
 test: lint
-	$(RUN) pytest -n 2 $(COMMAND_TESTS)
-	$(RUN) pytest $(addprefix --ignore=,$(COMMAND_TESTS))
+	$(RUN) pytest -n 2 $(addprefix --ignore=,$(TIMED_TESTS))
+	$(RUN) pytest $(TIMED_TESTS)
 
 docs: venv
 	$(RUN) kvstore.commands.reference
