@@ -46,6 +46,7 @@ TLV_NONCE, TLV_TAG, TLV_KEY_ID, TLV_PARITY, TLV_CHUNK_SUMS = 2, 3, 4, 5, 6
 FIXED = struct.Struct("<4sHHIHBB16s16sQQIIQHHIQ")
 _TLV = struct.Struct("<BBH")
 _SUM = struct.Struct("<Q")
+_LENGTH, _LENGTH_AT = struct.Struct("<H"), 6
 _ZEROS = memoryview(bytes(HEADER_PAGE))
 
 
@@ -183,6 +184,18 @@ def decode(buffer: Buffer) -> Header:
         flags=parsed.flags,
         extra=extra,
     )
+
+
+def claimed_header_length(buffer: Buffer) -> int:
+    """Return how many bytes the header at the start of ``buffer`` says it has, 0 where none can be.
+
+    Nothing is verified: for engines that keep header and payload together without the page.
+    """
+    view = _flat(buffer)
+    if len(view) < FIXED.size or view[: len(MAGIC)] != MAGIC:
+        return 0
+    length: int = _LENGTH.unpack_from(view, _LENGTH_AT)[0]
+    return length if FIXED.size < length <= min(HEADER_PAGE, len(view)) else 0
 
 
 def judge(

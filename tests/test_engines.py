@@ -14,7 +14,10 @@ import pytest
 from kvstore.backends import engine_class, engine_names
 from kvstore.backends.base import Engine, EngineContext, Leaving, Read, Status, Written
 from kvstore.backends.filesystem import FilesystemEngine
+from kvstore.backends.leveldb import LeveldbEngine
+from kvstore.backends.lmdb import LmdbEngine
 from kvstore.backends.memory import MemoryEngine
+from kvstore.backends.sqlite import SqliteEngine
 from kvstore.errors import ConfigError, EngineError
 from kvstore.testing import EngineTests, Fault, FaultyEngine
 from kvstore.testing.machine import run_machine
@@ -27,6 +30,7 @@ from kvstore.testing.records import (
     identities,
     key_of,
     make_blocks,
+    payload_of,
     put,
 )
 
@@ -35,6 +39,17 @@ if TYPE_CHECKING:
 
     from kvstore.backends.base import Blocks, Mask
     from kvstore.testing.records import Identity
+
+
+def spoil(engine: Engine, block: Blocks) -> None:
+    """Overwrite the payload of a record wherever the files of the engine hold it."""
+    (key,), (generation,), (length,) = block.key_list(), block.generations, block.lengths
+    wanted = payload_of(key, int(generation), int(length))[5000:5064]
+    for path in engine.context.directory.rglob("*"):
+        if path.is_file() and (at := path.read_bytes().find(wanted)) >= 0:
+            with path.open("r+b") as file:
+                file.seek(at)
+                file.write(b"not what was stored here")
 
 
 class TestMemory(EngineTests):
@@ -53,6 +68,27 @@ class TestFilesystem(EngineTests):
             file.write(b"not what was stored here")
 
 
+class TestLmdb(EngineTests):
+    def make(self, context: EngineContext) -> Engine:
+        return LmdbEngine(context)
+
+    def damage(self, engine: Engine, block: Blocks) -> None:
+        spoil(engine, block)
+
+
+class TestLeveldb(EngineTests):
+    def make(self, context: EngineContext) -> Engine:
+        return LeveldbEngine(replace(context, capacity=64 << 20))
+
+
+class TestSqlite(EngineTests):
+    def make(self, context: EngineContext) -> Engine:
+        return SqliteEngine(replace(context, capacity=128 << 20))
+
+    def damage(self, engine: Engine, block: Blocks) -> None:
+        spoil(engine, block)
+
+
 class TestFaultyWithoutFaults(EngineTests):
     def make(self, context: EngineContext) -> Engine:
         return FaultyEngine(MemoryEngine(context))
@@ -62,7 +98,7 @@ class TestFaultyWithoutFaults(EngineTests):
 
 
 def test_built_in_engines_have_the_names_they_are_found_by() -> None:
-    for name in ("memory", "filesystem"):
+    for name in ("memory", "filesystem", "lmdb", "leveldb", "sqlite"):
         assert name in engine_names()
         assert engine_class(name).name == name
 

@@ -14,6 +14,9 @@ BUILT_IN = {
     "memory": "kvstore.backends.memory:MemoryEngine",
     "filesystem": "kvstore.backends.filesystem:FilesystemEngine",
     "superblock": "kvstore.backends.superblock:SuperblockEngine",
+    "lmdb": "kvstore.backends.lmdb:LmdbEngine",
+    "leveldb": "kvstore.backends.leveldb:LeveldbEngine",
+    "sqlite": "kvstore.backends.sqlite:SqliteEngine",
 }
 ALIASES = {"mmap": "superblock"}
 """Names that stand for an engine with ``io`` of that name."""

@@ -408,3 +408,44 @@ def engine(
     plan = measured.Plan(blocks, size, threads, rounds, Path(directory))
     result = measured.run(plan, call.output.note)
     call.output.result(result, measured.lines(result))
+
+
+@bench.command(
+    cls=Command,
+    example="kvstore bench engines\nkvstore bench engines --engine lmdb --capacity 2GiB --json",
+    exits={
+        0: "every block that was held was right",
+        1: "a block was wrong, or an engine failed",
+        2: "wrong usage, or the machine has too little room",
+        130: "",
+        141: "",
+    },
+)
+@click.option(
+    "--capacity", metavar="SIZE", default="512MiB", show_default=True, help="Of each store."
+)
+@click.option(
+    "--times",
+    type=click.IntRange(2, 1000),
+    default=4,
+    show_default=True,
+    help="How often it is written.",
+)
+@click.option("--engine", metavar="NAME", multiple=True, help="Only these; may be repeated.")
+@directory_option
+@click.pass_obj
+def engines(call: Call, capacity: str, times: int, engine: tuple[str, ...], directory: str) -> None:
+    """Measure what engines take on disk while blocks come and go.
+
+    Stores without a daemon are written several times over. The most bytes on disk for a live byte
+    is what the space factor of an engine stands for.
+    """
+    from kvstore.bench import engines as measured
+    from kvstore.config import parse_size
+
+    try:
+        size = parse_size(capacity)
+    except ValueError as error:
+        raise UsageError(f"--capacity is {capacity!r}: {error}", "write 2GiB") from None
+    result = measured.run(measured.Plan(size, times, engine, Path(directory)), call.output.note)
+    call.output.result(result, measured.lines(result))

@@ -1,0 +1,411 @@
+"""What the engines over key/value libraries share: all of the contract but the library's calls.
+
+A record is kept as small and large entries of one ordered table::
+
+    h <name>                      the envelope header, alone: what a scan reads
+    b <name> <piece, u16>         the header again, the number of the piece (u32), a part of the
+                                  payload: 252 KiB, the last one what is left
+
+    <name> = generation (u64), namespace (16), shard (u16), length of the key (u8), key
+
+Numbers in names are big endian, so that the table is in the order of generations: what is written
+together lies together, and what is evicted, mostly the oldest, leaves no holes everywhere. Numbers
+in values are little endian. The header again in each piece lets a salvage find records when the
+table's own pages are lost.
+
+Payloads are cut into pieces for three reasons: a library that needs contiguous pages finds room for
+64 of them also after much churn, one that returns ``bytes`` never makes a large one, and the copy
+that puts header and payload side by side stays in the processor's cache. The entries of a batch are
+written as one transaction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import struct
+from abc import abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from kvstore.backends import base
+from kvstore.backends.base import SCAN_BATCH, Finding, Leaving, Status
+from kvstore.errors import (
+    ConfigError,
+    CorruptBlock,
+    CorruptStore,
+    EngineError,
+    KVStoreError,
+    PermissionDenied,
+    StoreExists,
+    StoreNotFound,
+)
+from kvstore.killpoints import reach
+from kvstore.record import HEADER_PAGE, claimed_header_length, decode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    from typing_extensions import Buffer
+
+    from kvstore.backends.base import Blocks
+    from kvstore.record import Header
+
+    Get = Callable[[bytes], Buffer | None]
+    Pair = tuple[bytes, Buffer]
+
+log = logging.getLogger(__name__)
+
+PIECE_BYTES = 63 * HEADER_PAGE
+"""Payload in one piece: with header and number it fills 64 pages at most."""
+HEADERS, PIECES = b"h", b"b"
+_NUMBER = struct.Struct("<I")
+
+
+class LibraryError(EngineError):
+    """What a library reported, in our words: the status of the blocks that it concerns."""
+
+    def __init__(
+        self, message: str, status: Status = Status.FAILED, *, broken: bool = False
+    ) -> None:
+        super().__init__(message, "see to the disk, then open the store again")
+        self.status = status
+        self.broken = broken
+        """What was written is in doubt: nothing more may be until the engine is opened again."""
+
+
+class KeyValueEngine(base.Engine):
+    """The contract over an ordered table of bytes. Subclasses keep the table in ``self.folder``.
+
+    Their methods raise LibraryError, and nothing of their library.
+    """
+
+    io: ClassVar[str] = "buffered"
+    """What ``stats`` says, and all that the setting ``io`` may be besides ``auto``."""
+
+    def __init__(self, context: base.EngineContext) -> None:
+        super().__init__(context)
+        if (io := context.options.get("io", "auto")) not in ("auto", self.io):
+            raise ConfigError(f"the {self.name} engine has no io={io}", "use io=auto")
+        self.folder = context.directory / self.name
+        self._failed = ""
+        self._logged: set[str] = set()
+
+    # -- what an engine must bring ----------------------------------------------------------------
+
+    @abstractmethod
+    def make_table(self) -> None:
+        """Make an empty table in the empty ``folder``, durably."""
+
+    @abstractmethod
+    def open_table(self) -> None:
+        """Open what is there; raises OSError, KVStoreError. Never makes anything."""
+
+    @abstractmethod
+    def close_table(self) -> None:
+        """Close it if it is open."""
+
+    @abstractmethod
+    def write(self, pairs: Iterable[Pair], *, sync: bool) -> None:
+        """Write all pairs or none. Values are the writer's until the next pair is asked for."""
+
+    def make_way(self) -> None:
+        """Make what was removed lately usable, before a write without room is tried again."""
+
+    @abstractmethod
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Remove keys, all or none of them; an absent one is no error."""
+
+    @abstractmethod
+    def reading(self) -> contextlib.AbstractContextManager[Get]:
+        """Give a function from key to value, None if absent. Values are valid inside only."""
+
+    @abstractmethod
+    def after(self, key: bytes, stop: bytes, count: int) -> list[tuple[bytes, bytes]]:
+        """Return the first ``count`` pairs in order with ``key`` < their key < ``stop``."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Make everything written survive power loss."""
+
+    # -- opening and closing ----------------------------------------------------------------------
+
+    @property
+    def failed(self) -> str:
+        return self._failed
+
+    def create(self) -> None:
+        where = self.context.directory
+        try:
+            if set(os.listdir(where)) - {"lost+found"}:
+                raise StoreExists(f"{where} is not empty", "choose an empty directory")
+            self.folder.mkdir(mode=0o700)
+            self.make_table()
+            _sync_directory(self.folder)
+            _sync_directory(where)
+        except OSError as error:
+            raise self._opening_failed(error) from error
+
+    def open(self) -> None:
+        self.close()
+        self._failed = ""
+        try:
+            os.close(os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW))
+            self.open_table()
+        except OSError as error:
+            raise self._opening_failed(error) from error
+        self.is_open = True
+
+    def close(self) -> None:
+        self.is_open = False
+        self.close_table()
+
+    def _opening_failed(self, error: OSError) -> KVStoreError:
+        where = self.context.directory
+        if isinstance(error, FileNotFoundError):
+            message = f"no {self.name} engine in {where}: {error.filename} is missing"
+            return StoreNotFound(message, "look whether its disk is mounted")
+        if isinstance(error, PermissionError):
+            return PermissionDenied(f"{where} may not be opened", "run as the owner of the store")
+        if error.errno in (errno.ENOTDIR, errno.ELOOP):
+            return CorruptStore(f"{error.filename} in {where} is no directory", "move it away")
+        return EngineError(f"{where} cannot be opened: {error.strerror}")
+
+    # -- the operations ---------------------------------------------------------------------------
+
+    def put_many(self, blocks: Blocks, images: Sequence[memoryview], *, sync: bool) -> base.Written:
+        self.require_open(writing=True)
+        base.check_images(blocks, images)
+        statuses = np.full(len(blocks), Status.FAILED, np.uint8)
+        if len(blocks):
+            self._put(blocks, images, statuses, sync=sync)
+        return base.Written(np.zeros(len(blocks), np.uint64), statuses)
+
+    def _put(
+        self, blocks: Blocks, images: Sequence[memoryview], statuses: base.U8, *, sync: bool
+    ) -> None:
+        """Write a batch as one; if there is no room, block by block, as far as it goes."""
+        statuses[:] = self._try(blocks, images, sync=sync)
+        if statuses[0] != Status.FULL:
+            return
+        with contextlib.suppress(LibraryError):
+            self.make_way()
+        for i in range(len(blocks)):
+            one = slice(i, i + 1)
+            statuses[i] = self._try(blocks.take(one), images[one], sync=sync)
+
+    def _try(self, blocks: Blocks, images: Sequence[memoryview], *, sync: bool) -> Status:
+        if self._failed:
+            return Status.FAILED
+        try:
+            reach("put.begin")
+            self.write(_pairs(blocks, images), sync=sync)
+            reach("put.end")
+        except LibraryError as error:
+            return self._note(error)
+        return Status.OK
+
+    def get_many_into(self, blocks: Blocks, images: Sequence[memoryview]) -> base.Read:
+        self.require_open()
+        base.check_images(blocks, images)
+        statuses, filled = bytearray([Status.MISSING]) * len(blocks), [0] * len(blocks)
+        columns = zip(_names(blocks), blocks.lengths.tolist(), images, strict=True)
+        with self.reading() as get:
+            for i, (name, length, image) in enumerate(columns):
+                try:
+                    got = _fill(image, length, name, get)
+                except LibraryError as error:
+                    statuses[i] = self._note(error)
+                    continue
+                if got is not None:
+                    filled[i] = got
+                    statuses[i] = Status.OK if got == len(image) else Status.DAMAGED
+        return base.Read(np.frombuffer(statuses, np.uint8), np.array(filled, np.uint32))
+
+    def contains_many(self, blocks: Blocks) -> base.Mask:
+        self.require_open()
+        found = [header is not None for header in self._headers(_names(blocks))]
+        return np.array(found, np.bool_)
+
+    def delete_many(self, blocks: Blocks, how: Leaving = Leaving.VERSION) -> int:
+        self.require_open(writing=True)
+        names, keys = _names(blocks), list[bytes]()
+        headers = self._headers(names)
+        for name, header, length in zip(names, headers, blocks.lengths.tolist(), strict=True):
+            # The length that is asked for may be wrong, and so may a damaged header.
+            count = -(-max(length, _stored_length(header)) // PIECE_BYTES)
+            keys += [HEADERS + name, *(_piece(name, number) for number in range(count))]
+        if keys:
+            self._remove(keys)
+        return sum(header is not None for header in headers)
+
+    def _remove(self, keys: list[bytes]) -> None:
+        if self._failed:
+            raise EngineError(self._failed, "see to the disk, then open the store again")
+        try:
+            self.remove(keys)
+        except LibraryError as error:
+            self._note(error)
+            raise
+
+    def _headers(self, names: list[bytes]) -> list[bytes | None]:
+        """Return copies of the small records; an empty one where it cannot be read."""
+        found: list[bytes | None] = []
+        with self.reading() as get:
+            for name in names:
+                try:
+                    value = get(HEADERS + name)
+                    found.append(None if value is None else bytes(value))
+                except LibraryError as error:
+                    self._note(error)
+                    found.append(b"")
+        return found
+
+    def flush(self) -> None:
+        self.require_open()
+        if self.context.read_only:
+            return
+        if not self._failed:
+            try:
+                self.sync()
+            except LibraryError as error:
+                error.broken = True
+                self._note(error)
+        if self._failed:
+            raise EngineError(self._failed, "see to the disk, then open the store again")
+
+    def _note(self, error: LibraryError) -> Status:
+        """Log an error, each once: a dead device must not fill the log as well."""
+        if error.status != Status.FULL and error.message not in self._logged:
+            self._logged.add(error.message)
+            log.error("%s: %s (not logged again)", self.name, error.message)
+        if error.broken and not self._failed:
+            self._failed = f"{error.message}, so nothing more is written"
+        return error.status
+
+    # -- scanning and figures ---------------------------------------------------------------------
+
+    def scan(self) -> Iterator[base.Scanned]:
+        self.require_open()
+        last, stop = HEADERS, bytes([HEADERS[0] + 1])
+        while found := self.after(last, stop, SCAN_BATCH):
+            batch = base.ScanBatch()
+            for key, value in found:
+                item = self._judge(key, value)
+                if isinstance(item, Finding):
+                    batch.report(item)
+                else:
+                    batch.add(item)
+            yield batch.take()
+            last = found[-1][0]
+            self.require_open()
+
+    def _judge(self, key: bytes, value: bytes) -> Header | Finding:
+        path = f"{self.name} {key.hex()}"
+        try:
+            header = decode(value)
+        except CorruptBlock as error:
+            return Finding("bad-header", path, error.message)
+        if header.store != self.context.store_uuid:
+            return Finding("other-store", path, f"belongs to store {header.store.hex()}")
+        name = header.generation.to_bytes(8, "big")
+        name += _space(header.namespace, header.shard, len(header.key)) + header.key
+        if key != HEADERS + name:
+            return Finding("wrong-name", path, f"holds block {header.key.hex()}")
+        return header
+
+    def where(self, blocks: Blocks) -> list[str]:
+        return [f"{self.name} {(HEADERS + name).hex()}" for name in _names(blocks)]
+
+    def notes(self) -> tuple[str, ...]:
+        """Return sentences for ``status``."""
+        return (self._failed,) if self._failed else ()
+
+
+def _space(namespace: bytes, shard: int, key_length: int) -> bytes:
+    return namespace + shard.to_bytes(2, "big") + bytes([key_length])
+
+
+def _names(blocks: Blocks) -> list[bytes]:
+    space = _space(blocks.namespace, blocks.shard, blocks.keys.shape[1])
+    generations = blocks.generations.astype(">u8").tobytes()
+    return [
+        generations[at : at + 8] + space + key
+        for key, at in zip(blocks.key_list(), range(0, 8 * len(blocks), 8), strict=True)
+    ]
+
+
+def _piece(name: bytes, number: int) -> bytes:
+    return PIECES + name + number.to_bytes(2, "big")
+
+
+def _stored_length(header: bytes | None) -> int:
+    try:
+        return decode(header).stored_length if header else 0
+    except CorruptBlock:
+        return 0
+
+
+def _pairs(blocks: Blocks, images: Sequence[memoryview]) -> Iterator[Pair]:
+    """Yield what a batch is in the table. All large values share their memory."""
+    room = memoryview(bytearray(HEADER_PAGE + _NUMBER.size + PIECE_BYTES))
+    columns = zip(_names(blocks), blocks.lengths.tolist(), images, strict=True)
+    for name, length, image in columns:
+        header = image[: claimed_header_length(image)]
+        start = len(header) + _NUMBER.size
+        room[: len(header)] = header
+        for number, at in enumerate(range(0, length, PIECE_BYTES)):
+            part = image[HEADER_PAGE:][at : min(at + PIECE_BYTES, length)]
+            _NUMBER.pack_into(room, len(header), number)
+            _copy(part, room[start : start + len(part)])
+            yield _piece(name, number), room[: start + len(part)]
+        yield HEADERS + name, header
+
+
+def _fill(image: memoryview, length: int, name: bytes, get: Get) -> int | None:
+    """Fill an image from the pieces of a record; return the bytes filled, None if none is there."""
+    value = get(_piece(name, 0))
+    if value is None:
+        return None
+    header = memoryview(value)[: claimed_header_length(value)]
+    if not header:
+        return 0
+    image[: len(header)] = header
+    np.frombuffer(image, np.uint8)[len(header) : HEADER_PAGE] = 0
+    payload, at = image[HEADER_PAGE:], 0
+    for number in range(-(-length // PIECE_BYTES)):
+        part = _part(get(_piece(name, number)) if number else value, number)
+        part = part[: length - at]
+        _copy(part, payload[at : at + len(part)])
+        at += len(part)
+        if at < min((number + 1) * PIECE_BYTES, length):
+            return HEADER_PAGE + at
+    np.frombuffer(payload, np.uint8)[length:] = 0
+    return len(image)
+
+
+def _part(value: Buffer | None, number: int) -> memoryview:
+    """Return the payload in a piece, nothing of one that is not what it should be."""
+    view = memoryview(b"" if value is None else value)
+    start = claimed_header_length(view)
+    if not start or len(view) < start + _NUMBER.size:
+        return view[:0]
+    same = _NUMBER.unpack_from(view, start)[0] == number
+    return view[start + _NUMBER.size :][: PIECE_BYTES if same else 0]
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    # Unlike an assignment of slices this lets other threads run.
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
