@@ -48,6 +48,8 @@ MOVE_BYTES = 8 << 20
 WAIT_SECONDS = 0.02
 MOST_WAITS = 250
 """How often an emptied group is asked whether its last records have gone."""
+FEW_WAITS = 5
+"""The same for one whose last records stay: somebody holds them, and they fit nowhere else."""
 
 
 class Rooms:
@@ -58,6 +60,8 @@ class Rooms:
         self._waiting: list[Entry] = []
         self._busy = False
         self._first: Entry | None = None
+        self._passed: set[int] = set()
+        """Groups that could not be emptied for the first entry."""
 
     def split(self, entry: Entry, skip: Bools) -> Bools:
         """Take over the blocks of an entry for which there was no room, if room may be made; return
@@ -102,7 +106,8 @@ class Rooms:
             self._end()
             return
         victims, age = self._oldest(room, length)
-        group, group_age = self._least_valuable(room.others)
+        others = room.others[~np.isin(room.others, list(self._passed))]
+        group, group_age = self._least_valuable(others)
         if group and (not len(victims) or group_age < age):
             self._empty(group)
         elif len(victims):
@@ -124,12 +129,18 @@ class Rooms:
         return victims, float(stamps.mean()) if len(victims) else np.inf
 
     def _least_valuable(self, groups: U32) -> tuple[int, float]:
-        """Return the group whose blocks were used longest ago on average; 0 if there is none."""
+        """Return the group whose blocks were used longest ago on average; 0 if there is none. One
+        in which somebody holds a block comes last: that one can only move."""
         if not len(groups):
             return 0, np.inf
-        rows = _in_groups(self._core, _on_disk(self._core), groups)
+        core = self._core
+        rows = _in_groups(core, _on_disk(core), groups)
         mine = self._groups_of(rows)
         size = int(groups.max()) + 1
+        held = core.index.held(rows, core.clock.seconds())
+        easy = ~np.isin(groups, mine[held])
+        if easy.any() and not easy.all():
+            return self._least_valuable(groups[easy])
         counts = np.bincount(mine, minlength=size)[groups]
         stamps = self._core.index.last_use[rows].astype(np.float64)
         # Where nothing is yet, something is being written.
@@ -150,7 +161,15 @@ class Rooms:
         self._core.queue(removal)
 
     def _empty(self, group: int) -> None:
-        Emptying(self._core, group, self._end, self._give_up)
+        Emptying(self._core, group, self._end, lambda: self._pass_over(group))
+
+    def _pass_over(self, group: int) -> None:
+        """Try without a group that could not be emptied."""
+        self._passed.add(group)
+        if self._first is not None:
+            self._plan(self._first)
+        else:
+            self._end()
 
     def _give_up(self) -> None:
         """No room can be made: whoever waits for it is told so by the next attempt."""
@@ -168,6 +187,7 @@ class Rooms:
         ]
         self._waiting = [entry for entry in self._waiting if entry not in ready]
         self._busy, self._first = False, None
+        self._passed.clear()
         self._core.writer.go_on(ready)
         self.make()
 
@@ -195,7 +215,7 @@ class Emptying:
         rows = self._remaining()
         if not 0 < len(rows) < self._left:
             self._left = 1 << 62
-            self._wait()
+            self._wait(FEW_WAITS if len(rows) else MOST_WAITS)
             return
         self._left = len(rows)
         room = core.engine.room(int(core.index.sizes[rows[0]]))
@@ -207,7 +227,7 @@ class Emptying:
             # Who holds all buffers may be waiting for this very group.
             going = _leaves(core, rows, len(rows))
             if not len(going):
-                self._wait()
+                self._wait(MOST_WAITS)
         if len(going):
             removal = evict(core, going)
             removal.when_done(self._go_on)
@@ -249,10 +269,10 @@ class Emptying:
         rows = rows[: max(1, int(np.searchsorted(sizes, MOVE_BYTES, "right")))]
         core.queue(Move(core, rows, self._go_on))
 
-    def _wait(self) -> None:
+    def _wait(self, most: int) -> None:
         """Look again a little later: records leave when their last readers have gone."""
         self._waits += 1
-        if self._waits > MOST_WAITS:
+        if self._waits > most:
             self._core.engine.reopen_group(self._group)
             self._failed()
             return

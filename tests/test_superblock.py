@@ -17,8 +17,9 @@ import pytest
 
 from kvstore.backends import graves, superfile
 from kvstore.backends.base import Blocks, Engine, EngineContext, Leaving, Status
+from kvstore.backends.slotscan import SlotReader
 from kvstore.backends.superblock import SuperblockEngine, superblock_bytes
-from kvstore.errors import ConfigError, StoreNotFound
+from kvstore.errors import ConfigError, EngineError, StoreNotFound
 from kvstore.killpoints import VARIABLE
 from kvstore.record import Verdict, image_bytes
 from kvstore.testing import EngineTests
@@ -219,6 +220,42 @@ def test_older_versions_of_a_deleted_block_stay_away(engine: SuperblockEngine) -
     third = put(engine, make_blocks(keys, SIZE, [50, 51]))
     reopen(engine)
     assert set(scanned(engine)) == set(identities(third)) | set(identities(others))
+
+
+def test_a_search_for_leftovers_hides_no_other_record(
+    engine: SuperblockEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version that a kill left behind is looked for where another one lies by now."""
+    gone = put(engine, many(1))
+    engine.delete_many(gone, Leaving.EVICTED)
+    there = put(engine, many(1, first=20))
+    assert there.places == gone.places
+    reopen(engine)
+    looked = []
+    real = SlotReader.holds
+
+    def holds(reader: SlotReader, block: Blocks) -> bool:
+        claim(engine, there)
+        assert_stored(engine, there)
+        looked.append(block)
+        return real(reader, block)
+
+    monkeypatch.setattr(SlotReader, "holds", holds)
+    assert engine.delete_many(gone) == 0
+    assert looked
+    assert_stored(engine, there)
+
+
+def test_what_lies_in_place_of_the_list_does_not_stop_a_scan(engine: SuperblockEngine) -> None:
+    blocks = put(engine, many(3))
+    engine.close()
+    (folder(engine) / "deleted").unlink(missing_ok=True)
+    os.mkfifo(folder(engine) / "deleted")
+    engine.open()
+    with pytest.raises(EngineError, match="deleted cannot be read"):
+        list(engine.scan())
+    claim(engine, blocks)
+    assert engine.delete_many(one(blocks, 0), Leaving.BLOCK) == 1
 
 
 def test_the_list_of_deleted_blocks_is_bounded_and_checked(
@@ -637,6 +674,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from kvstore.backends.base import EngineContext, Leaving
+from kvstore.backends.slotscan import SlotReader
 from kvstore.backends.superblock import SuperblockEngine
 from kvstore.testing.records import STORE, full_images, key_of, make_blocks, put
 import numpy as np

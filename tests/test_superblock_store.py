@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 
 from kvstore.answers import BlockStatus
 from kvstore.errors import InvalidKey
+from kvstore.keys import key_array
 from kvstore.layout import directory_bytes
 from kvstore.room import Emptying
 from tests.stores import MIB, Local, block, key
@@ -107,6 +109,25 @@ def test_blocks_of_another_size_take_over(tmp_path: Path) -> None:
     ]
     for n in range(110, 120):
         assert local.get([key(n)]) == [block(n, MIB)]
+    local.stop()
+
+
+def test_blocks_that_are_kept_do_not_stop_others(tmp_path: Path) -> None:
+    """Pins gather in a super-block that cannot be emptied: others are, at once."""
+    local = opened(tmp_path / "store", capacity=64 * MIB)
+    names = [key(n) for n in range(700)]
+    for n in range(0, 700, 50):
+        assert not any(local.put(names[n : n + 50], [block(n + i, 80_000) for i in range(50)]))
+    kept = [name for name, there in zip(names, local.contains(names), strict=True) if there][::40]
+    assert not local.store.pin(local.namespace, 0, key_array(kept), 600).any()
+    began = time.monotonic()
+    for turn in range(24):
+        size = (150_000, 300_000, MIB, 40_000)[turn % 4]
+        fresh = [key(1000 + 10 * turn + i) for i in range(10)]
+        assert not any(local.put(fresh, [block(turn, size)] * 10))
+    assert time.monotonic() - began < 20, "1 s on an idle machine; 5 s for each that is waited for"
+    assert all(local.contains(kept))
+    assert local.core.usage().free >= 0
     local.stop()
 
 

@@ -8,7 +8,9 @@ million deletions or more: by then old records have mostly been overwritten.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import threading
 from typing import TYPE_CHECKING
 
@@ -34,7 +36,7 @@ ENTRY = np.dtype([("digest", "<u8"), ("generation", "<u8"), ("check", "<u8")])
 MOST = 1 << 20
 """Entries; then the older half goes."""
 _CHECK = np.uint64(0x9E3779B97F4A7C15)
-_FLAGS = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+_FLAGS = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Graves:
@@ -71,7 +73,7 @@ class Graves:
     def _open(self) -> int:
         if self._descriptor < 0:
             flags = _FLAGS | os.O_CREAT
-            self._descriptor = os.open(GRAVES, flags, 0o600, dir_fd=self._folder)
+            self._descriptor = _regular(os.open(GRAVES, flags, 0o600, dir_fd=self._folder))
             os.fsync(self._folder)
         return self._descriptor
 
@@ -92,7 +94,8 @@ class Graves:
 
     def _entries(self) -> np.ndarray:
         """Return what is in the file and intact; raises OSError."""
-        descriptor = os.open(GRAVES, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self._folder)
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = _regular(os.open(GRAVES, flags, dir_fd=self._folder))
         with open(descriptor, "rb") as file:
             data = file.read()
         found = np.frombuffer(data, ENTRY, len(data) // ENTRY.itemsize)
@@ -121,6 +124,14 @@ class Graves:
             self._descriptor = -1
 
 
+def _regular(descriptor: int) -> int:
+    """Return the descriptor of a file; close any other and raise OSError."""
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.ENODEV, "it is no file")
+    return descriptor
+
+
 def _sums(entries: np.ndarray) -> U64:
     with np.errstate(over="ignore"):
         sums: U64 = (entries["digest"] ^ (entries["generation"] * _CHECK)) + _CHECK
@@ -143,18 +154,21 @@ def bury(shelf: Shelf, reader: SlotReader, blocks: Blocks) -> int:
 
 
 def _fence_unknown(shelf: Shelf, reader: SlotReader, blocks: Blocks) -> U64:
-    """Fence records that the store has not claimed, found by their headers; return their places."""
+    """Fence records that the store has not claimed, found by their headers; return their places.
+
+    Only what has been seen to be one of them is fenced: what is fenced is a miss for its readers.
+    """
     ledger, places = shelf.ledger, blocks.places.copy()
     lost = places == 0
     if lost.any():
         places[lost] = _search(shelf, reader, blocks.take(lost))
-    there = ledger.fence(places, np.full(len(places), UNKNOWN, np.uint64))
     found = blocks.at(places)
+    _, there = ledger.holding(places, blocks.generations)
     for i in np.flatnonzero(there).tolist():
-        if not reader.holds(found.take(slice(i, i + 1))):
-            ledger.unfence(int(places[i]), UNKNOWN)
-            there[i] = False
-    return places[there]
+        there[i] = reader.holds(found.take(slice(i, i + 1)))
+    places = places[there]
+    mine: U64 = places[ledger.fence(places, np.full(len(places), UNKNOWN, np.uint64))]
+    return mine
 
 
 def _search(shelf: Shelf, reader: SlotReader, blocks: Blocks) -> U64:
