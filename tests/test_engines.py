@@ -104,7 +104,7 @@ def test_built_in_engines_have_the_names_they_are_found_by() -> None:
 
 
 def test_an_unknown_engine_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"no engine 'paper'.*filesystem, leveldb, lmdb, memory") as caught:
+    with pytest.raises(ConfigError, match=r"no engine 'paper'.*filesystem, .*memory") as caught:
         engine_class("paper")
     assert caught.value.exit_code == 13
 
