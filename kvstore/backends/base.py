@@ -16,6 +16,8 @@ anything is moved (:func:`check_images`).
 
 from __future__ import annotations
 
+import errno
+import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -24,7 +26,16 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.errors import EngineError, ReadOnly
+from kvstore.errors import (
+    CorruptStore,
+    EngineError,
+    KVStoreError,
+    PermissionDenied,
+    ReadOnly,
+    StoreExists,
+    StoreNotFound,
+)
+from kvstore.files import sync_directory
 from kvstore.keys import MAX_KEY_BYTES, NAMESPACE_ID_BYTES, KeyArray
 from kvstore.record import HEADER_PAGE, Header
 
@@ -262,6 +273,32 @@ class Engine(ABC):
         if writing and self.context.read_only:
             where = self.context.directory
             raise ReadOnly(f"the {self.name} engine in {where} was opened read-only")
+
+    def make_folder(self, name: str) -> None:
+        """Make a folder, the mark that an engine is here, in ``context.directory``, durably.
+
+        Raises StoreExists where that is not empty, and what :meth:`opening_failed` makes of errors.
+        """
+        where = self.context.directory
+        try:
+            if set(os.listdir(where)) - {"lost+found"}:
+                raise StoreExists(f"{where} is not empty", "choose an empty directory")
+            os.mkdir(where / name, 0o700)
+            sync_directory(where)
+        except OSError as error:
+            raise self.opening_failed(error) from error
+
+    def opening_failed(self, error: OSError) -> KVStoreError:
+        """Return what to raise when making or opening an engine failed."""
+        where = self.context.directory
+        if isinstance(error, FileNotFoundError):
+            message = f"no {self.name} engine in {where}: {error.filename} is missing"
+            return StoreNotFound(message, "look whether its disk is mounted")
+        if isinstance(error, PermissionError):
+            return PermissionDenied(f"{where} may not be opened", "run as the owner of the store")
+        if error.errno in (errno.ENOTDIR, errno.ELOOP):
+            return CorruptStore(f"{error.filename} in {where} is no directory", "move it away")
+        return EngineError(f"{where} cannot be opened: {error.strerror}")
 
     @property
     def failed(self) -> str:

@@ -46,12 +46,8 @@ from kvstore.backends.publish import Put, Spool, Syncs, Workshop
 from kvstore.errors import (
     ConfigError,
     CorruptBlock,
-    CorruptStore,
     EngineError,
     KVStoreError,
-    PermissionDenied,
-    StoreExists,
-    StoreNotFound,
 )
 from kvstore.record import HEADER_PAGE, Header, decode, image_bytes
 
@@ -86,18 +82,7 @@ class FilesystemEngine(base.Engine):
         self._shop: Workshop | None = None
 
     def create(self) -> None:
-        where = self.context.directory
-        try:
-            if set(os.listdir(where)) - {"lost+found"}:
-                raise StoreExists(f"{where} is not empty", "choose an empty directory")
-            os.mkdir(where / TEMPORARY, 0o700)
-            root = os.open(where, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(root)
-            finally:
-                os.close(root)
-        except OSError as error:
-            raise self._opening_failed(error) from error
+        self.make_folder(TEMPORARY)
 
     def open(self) -> None:
         self.close()
@@ -106,7 +91,7 @@ class FilesystemEngine(base.Engine):
             self._start(os.open(TEMPORARY, DIRECTORY, dir_fd=self._root))
         except OSError as error:
             self.close()
-            raise self._opening_failed(error) from error
+            raise self.opening_failed(error) from error
         except KVStoreError:
             self.close()
             raise
@@ -267,17 +252,6 @@ class FilesystemEngine(base.Engine):
                 ) from error
             # A full or failing disk shows at the first put; what is stored can still be read.
         spool.discard(name)
-
-    def _opening_failed(self, error: OSError) -> KVStoreError:
-        where = self.context.directory
-        if isinstance(error, FileNotFoundError):
-            message = f"no filesystem engine in {where}: {error.filename} is missing"
-            return StoreNotFound(message, "look whether its disk is mounted")
-        if isinstance(error, PermissionError):
-            return PermissionDenied(f"{where} may not be opened", "run as the owner of the store")
-        if error.errno in (errno.ENOTDIR, errno.ELOOP):
-            return CorruptStore(f"{error.filename} in {where} is no directory", "move it away")
-        return EngineError(f"{where} cannot be opened: {error.strerror}")
 
     def _unreadable(self, error: OSError, name: str) -> Status:
         status = read_status(error)

@@ -22,7 +22,6 @@ written as one transaction.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import struct
@@ -36,19 +35,14 @@ from kvstore.backends.base import SCAN_BATCH, Finding, Leaving, Status
 from kvstore.errors import (
     ConfigError,
     CorruptBlock,
-    CorruptStore,
     EngineError,
-    KVStoreError,
-    PermissionDenied,
-    StoreExists,
-    StoreNotFound,
 )
+from kvstore.files import sync_directory
 from kvstore.killpoints import reach
 from kvstore.record import HEADER_PAGE, claimed_header_length, decode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
 
     from typing_extensions import Buffer
 
@@ -139,16 +133,12 @@ class KeyValueEngine(base.Engine):
         return self._failed
 
     def create(self) -> None:
-        where = self.context.directory
+        self.make_folder(self.name)
         try:
-            if set(os.listdir(where)) - {"lost+found"}:
-                raise StoreExists(f"{where} is not empty", "choose an empty directory")
-            self.folder.mkdir(mode=0o700)
             self.make_table()
-            _sync_directory(self.folder)
-            _sync_directory(where)
+            sync_directory(self.folder)
         except OSError as error:
-            raise self._opening_failed(error) from error
+            raise self.opening_failed(error) from error
 
     def open(self) -> None:
         self.close()
@@ -157,23 +147,12 @@ class KeyValueEngine(base.Engine):
             os.close(os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW))
             self.open_table()
         except OSError as error:
-            raise self._opening_failed(error) from error
+            raise self.opening_failed(error) from error
         self.is_open = True
 
     def close(self) -> None:
         self.is_open = False
         self.close_table()
-
-    def _opening_failed(self, error: OSError) -> KVStoreError:
-        where = self.context.directory
-        if isinstance(error, FileNotFoundError):
-            message = f"no {self.name} engine in {where}: {error.filename} is missing"
-            return StoreNotFound(message, "look whether its disk is mounted")
-        if isinstance(error, PermissionError):
-            return PermissionDenied(f"{where} may not be opened", "run as the owner of the store")
-        if error.errno in (errno.ENOTDIR, errno.ELOOP):
-            return CorruptStore(f"{error.filename} in {where} is no directory", "move it away")
-        return EngineError(f"{where} cannot be opened: {error.strerror}")
 
     # -- the operations ---------------------------------------------------------------------------
 
@@ -401,11 +380,3 @@ def _part(value: Buffer | None, number: int) -> memoryview:
 def _copy(source: memoryview, target: memoryview) -> None:
     # Unlike an assignment of slices this lets other threads run.
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

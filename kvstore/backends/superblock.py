@@ -28,7 +28,6 @@ are taken, ``graves`` deletes, ``slotscan`` reads headers, ``pagemap`` steers th
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -45,12 +44,7 @@ from kvstore.backends.slotscan import SlotReader
 from kvstore.backends.superfile import FOLDER, name_of
 from kvstore.errors import (
     ConfigError,
-    CorruptStore,
     EngineError,
-    KVStoreError,
-    PermissionDenied,
-    StoreExists,
-    StoreNotFound,
 )
 from kvstore.killpoints import reach
 from kvstore.record import HEADER_PAGE, image_bytes, image_bytes_of
@@ -112,25 +106,14 @@ class SuperblockEngine(base.Engine):
     # -- opening and closing ----------------------------------------------------------------------
 
     def create(self) -> None:
-        where = self.context.directory
-        try:
-            if set(os.listdir(where)) - {"lost+found"}:
-                raise StoreExists(f"{where} is not empty", "choose an empty directory")
-            os.mkdir(where / FOLDER, 0o700)
-            root = os.open(where, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(root)
-            finally:
-                os.close(root)
-        except OSError as error:
-            raise self._opening_failed(error) from error
+        self.make_folder(FOLDER)
 
     def open(self) -> None:
         self.close()
         try:
             self._shelf = Shelf(self.context, self._bytes, self._io)
         except OSError as error:
-            raise self._opening_failed(error) from error
+            raise self.opening_failed(error) from error
         self.is_open = True
 
     def close(self) -> None:
@@ -138,17 +121,6 @@ class SuperblockEngine(base.Engine):
         if self._shelf is not None:
             self._shelf.close()
             self._shelf = None
-
-    def _opening_failed(self, error: OSError) -> KVStoreError:
-        where = self.context.directory
-        if isinstance(error, FileNotFoundError):
-            message = f"no superblock engine in {where}: {error.filename} is missing"
-            return StoreNotFound(message, "look whether its disk is mounted")
-        if isinstance(error, PermissionError):
-            return PermissionDenied(f"{where} may not be opened", "run as the owner of the store")
-        if error.errno in (errno.ENOTDIR, errno.ELOOP):
-            return CorruptStore(f"{error.filename} in {where} is no directory", "move it away")
-        return EngineError(f"{where} cannot be opened: {error.strerror}")
 
     def _open_shelf(self, *, writing: bool = False) -> Shelf:
         self.require_open(writing=writing)
