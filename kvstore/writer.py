@@ -138,16 +138,12 @@ class Writer:
         else:
             self._under_way.add(entry)
             self._queue.append(entry)
-            if entry.dirty and entry.waiter is None and self._core.timer is not None:
-                self._pause()
-            else:
+            timer = self._core.timer
+            if timer is None or not entry.dirty or entry.waiter is not None:
                 self.pump()
-
-    def _pause(self) -> None:
-        """Write what waits a little later."""
-        if not self._pauses and self._core.timer is not None:
-            self._pauses = True
-            self._core.timer(PAUSE_SECONDS, self._end_pause)
+            elif not self._pauses:
+                self._pauses = True
+                timer(PAUSE_SECONDS, self._end_pause)
 
     def _end_pause(self) -> None:
         self._pauses = False
