@@ -290,7 +290,8 @@ class Store:
 
     def problems(self) -> list[str]:
         """Return what makes the store degraded, in words; empty when it is healthy."""
-        core, found = self.core, list(self.core.problems)
+        core = self.core
+        found = [*core.problems, *core.stats.problems]
         if core.read_only:
             found.append(f"read-only: {core.read_only}")
         if core.trouble:
