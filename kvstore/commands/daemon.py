@@ -60,10 +60,12 @@ def _setting(name: str, metavar: str, text: str, section: str = "Options") -> Ca
 @_setting("write", "through|late", "When accepted blocks are written.")
 @_setting("max-dirty-age", "TIME", "Longest time until then, with --write late.")
 @_setting("when-full", "evict|read-only", "What gives way when there is no room.")
+@_setting("scrub-rate", "SIZE", "Bytes a second that a scrub reads; 0 = no limit.")
 @click.option("--check-only", is_flag=True, help="Check the settings and stop.")
 @_setting("socket-group", "GROUP", "Its members may connect.", ACCESS)
 @_setting("admin-group", "GROUP", "Its members may do everything.", ACCESS)
 @_setting("listen", "tcp://HOST:PORT", "Serve TCP too; it knows no passwords.", ACCESS)
+@_setting("admin", "tcp://HOST:PORT|PATH", "Answer monitoring over HTTP, to this machine.", ACCESS)
 @click.option(
     "--insecure",
     cls=Option,
@@ -121,6 +123,8 @@ def check_access(loaded: Loaded) -> None:
     if settings.listen is not None:
         where = f"listen ({origins['listen']})"
         tcp_address(settings.listen, insecure=settings.insecure, setting=where)
+    if settings.admin is not None and not settings.admin.startswith("/"):
+        tcp_address(settings.admin, setting=f"admin ({origins['admin']})")
 
 
 def _make_socket_folder(loaded: Loaded) -> None:
@@ -214,6 +218,7 @@ def _server_options(loaded: Loaded) -> ServerOptions:
         request_timeout=settings.request_timeout,
         drain_timeout=settings.drain_timeout,
         listen=settings.listen,
+        admin=settings.admin,
         insecure=settings.insecure,
         socket_group=settings.socket_group,
         admin_group=settings.admin_group,
