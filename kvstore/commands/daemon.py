@@ -278,10 +278,10 @@ def shown(value: object) -> str:
 @click.pass_obj
 def create(call: Call, /, argument: str | None, store: str | None, **flags: str | None) -> None:
     """Make an empty store at STORE, else where the settings say."""
-    from kvstore import config, layout, render
+    from kvstore import config, node, render
     from kvstore.opening import Options, create_store
 
-    loaded = config.load(call.flags(store=_chosen(argument, store), **flags))
+    loaded = config.load(call.flags(store=chosen_store(argument, store), **flags))
     settings = loaded.settings
     _make_default_parent(loaded)
     record = create_store(settings.store, Options(settings.engine, settings.capacity))
@@ -289,24 +289,25 @@ def create(call: Call, /, argument: str | None, store: str | None, **flags: str 
     if warning:
         call.output.note(f"warning: {warning}")
     capacity = record.capacity_bytes
-    device, mount_point = layout.mount_of(settings.store)
+    mount = node.mount_of(settings.store)
     document = {
         "store": settings.store,
         "uuid": record.uuid,
         "engine": record.engine,
         "capacity_bytes": capacity,
-        "device": device,
-        "mount_point": mount_point,
+        "device": mount.device,
+        "mount_point": mount.point,
     }
     origin = "" if loaded.origins["store"].source == "flag" else f" ({loaded.origins['store']})"
     line = (
         f"made a store at {settings.store}{origin}: engine {record.engine}, capacity "
-        f"{render.size(capacity)}, on {device} mounted at {mount_point}"
+        f"{render.size(capacity)}, on {mount.device} mounted at {mount.point}"
     )
     call.output.result(document, [line])
 
 
-def _chosen(argument: str | None, option: str | None) -> str | None:
+def chosen_store(argument: str | None, option: str | None) -> str | None:
+    """Return the store that a command line names, if any. Raises UsageError."""
     if argument is not None and option is not None and argument != option:
         raise UsageError(f"two stores are named, {argument} and {option}", "name one")
     return option if argument is None else argument
