@@ -49,7 +49,8 @@ if TYPE_CHECKING:
     from kvstore.backends.base import Blocks
     from kvstore.record import Header
 
-    Get = Callable[[bytes], Buffer | None]
+    Value = bytes | memoryview
+    Get = Callable[[bytes], Value | None]
     Pair = tuple[bytes, Buffer]
 
 log = logging.getLogger(__name__)
@@ -371,13 +372,13 @@ def _fill(image: memoryview, length: int, name: bytes, get: Get) -> int | None:
     return len(image)
 
 
-def _part(value: Buffer | None, number: int, header_bytes: int) -> base.U8:
+def _part(value: Value | None, number: int, header_bytes: int) -> base.U8:
     """Return the payload in a piece, nothing of one that is not what it should be."""
-    view = _NOTHING if value is None else np.frombuffer(value, np.uint8)
     start = header_bytes + _NUMBER.size
-    if len(view) < start or _NUMBER.unpack_from(view, header_bytes)[0] != number:
+    if value is None or len(value) < start:
         return _NOTHING
-    return view[start:]
+    same = _NUMBER.unpack_from(value, header_bytes)[0] == number
+    return np.frombuffer(value, np.uint8, offset=start) if same else _NOTHING
 
 
 def _copy(source: memoryview, target: memoryview) -> None:
