@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from kvstore.backends.base import Blocks
 
 MIB = 1 << 20
-NAMES = ("lmdb", "leveldb", "sqlite")
+NAMES = ("lmdb", "leveldb", "sqlite", "rocksdb")
 UNCONTAINED = ("lmdb", "leveldb")
 KILLS = 10
 FLIPS = 200
@@ -129,11 +129,14 @@ def test_an_io_that_it_has_not(name: str, tmp_path: Path) -> None:
         engine_class(name)(EngineContext(tmp_path, STORE, {"io": "direct"}))
 
 
-def test_a_missing_library_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "plyvel", None)
-    monkeypatch.delitem(sys.modules, "kvstore.backends.leveldb", raising=False)
-    with pytest.raises(EngineError, match=r"pip install 'kvstore\[leveldb\]'"):
-        engine_class("leveldb")
+@pytest.mark.parametrize(("name", "library"), [("leveldb", "plyvel"), ("rocksdb", "rocksdict")])
+def test_a_missing_library_says_how_to_get_it(
+    name: str, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.delitem(sys.modules, f"kvstore.backends.{name}", raising=False)
+    with pytest.raises(EngineError, match=rf"pip install 'kvstore\[{name}\]'"):
+        engine_class(name)
 
 
 # -- room ----------------------------------------------------------------------------------------
@@ -435,15 +438,16 @@ def test_lmdb_refuses_every_spoilt_page_of_its_trees(lmdb_file: Path) -> None:
     assert refused >= 4
 
 
-def test_leveldb_notices_what_was_cut_off_after_a_clean_stop(tmp_path: Path) -> None:
-    engine = made("leveldb", tmp_path)
+@pytest.mark.parametrize("name", ["leveldb", "rocksdb"])
+def test_what_was_cut_off_after_a_clean_stop_is_noticed(name: str, tmp_path: Path) -> None:
+    engine = made(name, tmp_path)
     engine.create()
     engine.open()
     put(engine, make_blocks([key_of(n) for n in range(9)], 100_000))
     engine.close()
-    note = tmp_path / "leveldb" / "sizes.json"
+    note = tmp_path / name / "sizes.json"
     assert any(name.startswith("MANIFEST") for name in json.loads(note.read_text()))
-    for path in (tmp_path / "leveldb").iterdir():
+    for path in (tmp_path / name).iterdir():
         if path != note and path.stat().st_size:
             good = path.read_bytes()
             os.truncate(path, len(good) - 1)
