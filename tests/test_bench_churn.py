@@ -23,6 +23,7 @@ def test_a_row_for_an_engine(tmp_path: Path) -> None:
     for row in result["rows"]:
         assert 1.0 <= row["most_factor"] < 1.5
         assert row["most_of_capacity"] <= 1.1
+        assert 0.5 < row["least_live_of_capacity"] <= 1
         assert 0 < row["held"] < row["blocks"]
         assert row["refused"] == 0
     assert list(tmp_path.iterdir()) == []

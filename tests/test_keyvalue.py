@@ -1,4 +1,7 @@
-"""The engines over key/value libraries: kills, flips, full disks, failed syncs, and in a store."""
+"""The engines over key/value libraries: kills, flips, full disks, failed syncs, and in a store.
+
+With ``PROMISES=long``, as ``make promises`` sets it, twice the capacity is put before each kill.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,10 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 NAMES = ("lmdb", "leveldb", "sqlite", "rocksdb")
 UNCONTAINED = ("lmdb", "leveldb")
+LONG = os.environ.get("PROMISES") == "long"
 KILLS = 10
+PUTS = 32 if LONG else 4
+"""Of 4 MiB, before each kill: in the long form twice the capacity."""
 FLIPS = 200
 _FRESH = multiprocessing.get_context("forkserver")
 
@@ -256,7 +262,7 @@ def _write(name: str, directory: Path, first: int, held: list[int], told: Connec
 
 
 def _killed(name: str, directory: Path, first: int, held: set[int]) -> tuple[int, set[int]]:
-    """Let a process write 14 MiB more and kill it; return what it began last and what it holds."""
+    """Let a process write more and kill it; return what it began last and what it holds."""
     here, there = _FRESH.Pipe(duplex=False)
     process = _FRESH.Process(target=_write, args=(name, directory, first, sorted(held), there))
     process.start()
@@ -270,7 +276,7 @@ def _killed(name: str, directory: Path, first: int, held: set[int]) -> tuple[int
             elif what == "put":
                 held |= set(range(number, number + 4))
                 puts += 1
-                if puts == 4:
+                if puts == PUTS:
                     process.kill()
             else:
                 held.discard(number)

@@ -62,6 +62,7 @@ class Churn:
         self._sizes = rng.choice(SIZES, 1 << 20)
         self.count = self.payload = self.refused = 0
         self.factor = self.physical = 0.0
+        self.live = float("inf")
 
     def _block(self, number: int) -> memoryview:
         start = number * 4099 % max(SIZES)
@@ -84,9 +85,10 @@ class Churn:
         self.refused += int(np.count_nonzero(job.statuses))
 
     def measure(self) -> None:
-        """Note how much is taken now, if it is the most so far."""
+        """Note how much is taken, if it is the most so far, and is live, if it is the least."""
         taken, live = occupied(self._path), self._store.core.index.live_bytes
         self.physical = max(self.physical, taken)
+        self.live = min(self.live, live)
         self.factor = max(self.factor, taken / max(live, 1))
 
     def check(self) -> int:
@@ -167,6 +169,7 @@ def _churn(name: str, plan: Plan, churn: Churn) -> dict[str, Any]:
         "declared_factor": engine_class(name).capabilities.space_factor,
         "most_factor": churn.factor,
         "most_of_capacity": churn.physical / plan.capacity,
+        "least_live_of_capacity": churn.live / plan.capacity,
         "write_amplification": (written() - begun) / churn.payload,
         "mib_per_second": churn.payload / MIB / seconds,
         "cpu_seconds_per_gib": (time.process_time() - cpu) / churn.payload * (1 << 30),
@@ -181,6 +184,7 @@ HEAD = (
     "physical/live",
     "declared",
     "of capacity",
+    "live",
     "written/put",
     "MiB/s",
     "CPU s/GiB",
@@ -196,6 +200,7 @@ def lines(result: Mapping[str, Any]) -> list[str]:
             f"{row['most_factor']:.2f}",
             f"{row['declared_factor']:.1f}",
             f"{row['most_of_capacity']:.0%}",
+            f"{row['least_live_of_capacity']:.0%}",
             f"{row['write_amplification']:.2f}",
             f"{row['mib_per_second']:,.0f}",
             f"{row['cpu_seconds_per_gib']:.1f}",
