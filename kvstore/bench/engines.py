@@ -57,8 +57,8 @@ STORE, NAMESPACE = bytes(range(16)), bytes(range(16, 32))
 LEAST_BLOCKS = 16
 CAPACITY = 4
 """An engine may take so many times what it is to hold."""
-SPARE = 3
-"""The disk must have so many times the data free for each engine: LevelDB may take more than 2."""
+SPARE = 2
+"""The disk must have so many times the data free for each engine: most take little more than 1."""
 
 
 class WrongBytes(KVStoreError):
@@ -296,8 +296,8 @@ def _drop_cache(folder: Path) -> None:
 def run(plan: Plan, note: Callable[[str], None]) -> dict[str, Any]:
     """Measure; return a document. Raises UsageError, WrongBytes and what engines raise."""
     folder = plan.directory / FOLDER
-    _check(plan)
     names, missing = _loadable(plan.engines)
+    _check(plan, len(names))
     found: dict[str, Any] = {
         "bench": "engines",
         "data_bytes": plan.data_bytes,
@@ -320,7 +320,7 @@ def run(plan: Plan, note: Callable[[str], None]) -> dict[str, Any]:
     return found
 
 
-def _check(plan: Plan) -> None:
+def _check(plan: Plan, engines: int) -> None:
     for size in plan.sizes:
         if size % PAGE:
             raise UsageError(
@@ -330,7 +330,7 @@ def _check(plan: Plan) -> None:
             raise UsageError(
                 f"{plan.data_bytes} bytes of data are too few for blocks of {size}", "give more"
             )
-    wanted = (SPARE * max(len(plan.engines), 1) + 1) * plan.data_bytes
+    wanted = (SPARE * engines + 1) * plan.data_bytes
     if shutil.disk_usage(plan.directory.parent).free < wanted:
         raise UsageError(f"{plan.directory} has too little room", "give less data or fewer engines")
 

@@ -414,8 +414,8 @@ def engines(
 
     Nothing else of kvstore takes part. Puts are timed without a sync and with one for each 64
     blocks, gets with nothing in the page cache and again; what is taken on disk, written to it, and
-    used of the processor is told too. It takes up to three times --data on disk for each engine,
-    twice that in memory, and 10 to 30 minutes with the defaults.
+    used of the processor is told too. It takes up to twice --data on disk for each engine, as much
+    in memory, and 10 to 30 minutes with the defaults.
     """
     from kvstore.bench import engines as measured
     from kvstore.bench import figures
