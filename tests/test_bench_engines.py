@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from kvstore.bench import engines as bench
 from kvstore.bench import figures
 from kvstore.bench.figures import COLD, DURABLE, PUT, WARM
 from kvstore.errors import UsageError
-from tests.command import run_command
+from tests.command import COMMAND, run_command
 
 MIB = 1 << 20
 
@@ -86,6 +88,29 @@ def test_wrong_bytes_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(bench.WrongBytes):
         bench.run(plan(tmp_path), lambda _: None)
     assert not list((tmp_path / "demo").iterdir())
+
+
+@pytest.mark.root
+def test_filesystems_of_their_own_are_mounted_and_gone_after(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
+    script = Path(__file__).parent.parent / "bench" / "filesystems.sh"
+    environment = {"FOLDER": str(tmp_path), "SIZE": "256M", "KVSTORE": str(COMMAND)}
+    arguments = ["--engine", "superblock", "--block-size", "1MiB", "--data", "16MiB"]
+    ran = subprocess.run(
+        [script, *arguments, "--rounds", "1"],
+        env={**os.environ, **environment, "KINDS": "tmpfs ext4 none"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    parts = dict(part.split("\n", 1) for part in ran.stdout.split("== ")[1:])
+    assert "left out" in parts["none"]
+    for kind in ("tmpfs", "ext4"):
+        assert f"filesystem {kind} " in parts[kind] or "left out" in parts[kind]
+    assert str(tmp_path) not in Path("/proc/mounts").read_text()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
