@@ -15,7 +15,7 @@ from kvstore.backends.superblock import SuperblockEngine
 from kvstore.bench import engines as bench
 from kvstore.bench import figures
 from kvstore.bench.figures import COLD, DURABLE, PUT, WARM
-from kvstore.errors import UsageError
+from kvstore.errors import ConfigError, UsageError
 from tests.command import COMMAND, run_command
 
 MIB = 1 << 20
@@ -124,3 +124,9 @@ def test_filesystems_of_their_own_are_mounted_and_gone_after(tmp_path: Path) -> 
 def test_what_cannot_be_measured(tmp_path: Path, changes: dict[str, Any], what: str) -> None:
     with pytest.raises(UsageError, match=what):
         bench.run(plan(tmp_path, **changes), lambda _: None)
+
+
+def test_an_unknown_engine_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no engine 'paper'"):
+        bench.run(plan(tmp_path, engines=["lmdb", "paper"]), print)
+    assert not (tmp_path / "demo").exists()

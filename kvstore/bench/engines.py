@@ -338,6 +338,8 @@ def _check(plan: Plan, engines: int) -> None:
 def _loadable(names: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the names to measure and, where none were given, why others cannot be."""
     if names:
+        for name in names:
+            engine_class(name)
         return list(names), []
     found, missing = list(ALIASES), list[str]()
     for name in engine_names():
