@@ -3,7 +3,7 @@
 # make docs   docs/cli.md and docs/json.md, from the commands
 # make fuzz   clients that misbehave (FRAMES=1000000 SEED=)
 # make soak   mixed load with faults (SECONDS=3600 SEED=)
-# make promises   of data plane and superblock, at their full size (15 min)
+# make promises   of data plane and engines, at their full size (1 h)
 #
 # Needs Python 3.11 or later with venv and pip; everything else is fetched into .venv.
 
@@ -72,7 +72,8 @@ soak: venv
 
 promises: venv
 	PROMISES=long $(RUN) pytest -v -rP --timeout 1500 -o faulthandler_timeout=1400 tests/test_promises.py \
-		tests/test_superblock_store.py tests/test_superblock_daemon.py
+		tests/test_superblock_store.py tests/test_superblock_daemon.py \
+		tests/test_engine_promises.py tests/test_keyvalue.py
 
 run: venv
 	$(BIN)/kvstore bench demo --model q3b --model q7b

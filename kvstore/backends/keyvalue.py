@@ -49,7 +49,8 @@ if TYPE_CHECKING:
     from kvstore.backends.base import Blocks
     from kvstore.record import Header
 
-    Get = Callable[[bytes], Buffer | None]
+    Value = bytes | memoryview
+    Get = Callable[[bytes], Value | None]
     Pair = tuple[bytes, Buffer]
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ PIECE_BYTES = 63 * HEADER_PAGE
 """Payload in one piece: with header and number it fills 64 pages at most."""
 HEADERS, PIECES = b"h", b"b"
 _NUMBER = struct.Struct("<I")
+_NOTHING = np.zeros(0, np.uint8)
 
 
 class LibraryError(EngineError):
@@ -350,31 +352,33 @@ def _fill(image: memoryview, length: int, name: bytes, get: Get) -> int | None:
     value = get(_piece(name, 0))
     if value is None:
         return None
-    header = memoryview(value)[: claimed_header_length(value)]
-    if not header:
+    start = claimed_header_length(value)
+    if not start:
         return 0
-    image[: len(header)] = header
-    np.frombuffer(image, np.uint8)[len(header) : HEADER_PAGE] = 0
-    payload, at = image[HEADER_PAGE:], 0
-    for number in range(-(-length // PIECE_BYTES)):
-        part = _part(get(_piece(name, number)) if number else value, number)
-        part = part[: length - at]
-        _copy(part, payload[at : at + len(part)])
-        at += len(part)
-        if at < min((number + 1) * PIECE_BYTES, length):
+    target = np.frombuffer(image, np.uint8)
+    target[:start] = np.frombuffer(value, np.uint8, start)
+    target[start:HEADER_PAGE] = 0
+    payload = target[HEADER_PAGE:]
+    for number, at in enumerate(range(0, length, PIECE_BYTES)):
+        if number:
+            value = get(_piece(name, number))
+        size = min(PIECE_BYTES, length - at)
+        part = _part(value, number, start)[:size]
+        if len(part) < size:
             return HEADER_PAGE + at
-    np.frombuffer(payload, np.uint8)[length:] = 0
+        # Unlike an assignment of slices of memory views this lets other threads run.
+        np.copyto(payload[at : at + size], part)
+    payload[length:] = 0
     return len(image)
 
 
-def _part(value: Buffer | None, number: int) -> memoryview:
+def _part(value: Value | None, number: int, header_bytes: int) -> base.U8:
     """Return the payload in a piece, nothing of one that is not what it should be."""
-    view = memoryview(b"" if value is None else value)
-    start = claimed_header_length(view)
-    if not start or len(view) < start + _NUMBER.size:
-        return view[:0]
-    same = _NUMBER.unpack_from(view, start)[0] == number
-    return view[start + _NUMBER.size :][: PIECE_BYTES if same else 0]
+    start = header_bytes + _NUMBER.size
+    if value is None or len(value) < start:
+        return _NOTHING
+    same = _NUMBER.unpack_from(value, header_bytes)[0] == number
+    return np.frombuffer(value, np.uint8, offset=start) if same else _NOTHING
 
 
 def _copy(source: memoryview, target: memoryview) -> None:

@@ -166,8 +166,10 @@ class LmdbEngine(KeyValueEngine):
         with _edge("reading"), self._open_env().begin(buffers=True) as transaction:
 
             def get(key: bytes) -> memoryview | None:
-                with _edge("reading"):
+                try:
                     return transaction.get(key)
+                except lmdb.Error as error:
+                    raise _translated("reading", error) from error
 
             yield get
 
@@ -209,9 +211,13 @@ def _edge(doing: str, *, broken: bool = False) -> Iterator[None]:
     """Translate LMDB's errors. ``broken``: one that is not about room leaves writes in doubt."""
     try:
         yield
-    except (lmdb.MapFullError, lmdb.DiskError) as error:
-        raise LibraryError(f"{doing} failed: {error}", Status.FULL) from error
-    except (lmdb.CorruptedError, lmdb.PageNotFoundError) as error:
-        raise LibraryError(f"{doing} failed: {error}", Status.DAMAGED, broken=broken) from error
     except lmdb.Error as error:
-        raise LibraryError(f"{doing} failed: {error}", broken=broken) from error
+        raise _translated(doing, error, broken=broken) from error
+
+
+def _translated(doing: str, error: lmdb.Error, *, broken: bool = False) -> LibraryError:
+    message = f"{doing} failed: {error}"
+    if isinstance(error, (lmdb.MapFullError, lmdb.DiskError)):
+        return LibraryError(message, Status.FULL)
+    damaged = isinstance(error, (lmdb.CorruptedError, lmdb.PageNotFoundError))
+    return LibraryError(message, Status.DAMAGED if damaged else Status.FAILED, broken=broken)
