@@ -1,0 +1,664 @@
+"""Changing the engine of a store: all blocks are copied to another one, then STORE.json is changed.
+
+The copy lies beside the blocks in a directory of its own, with a journal of its own, under the
+epoch that the store will have. A record is copied as it is (see :mod:`kvstore.copying`), so that it
+stays the same version of the same block; what the index knows (links, order of use, pins) becomes
+the first checkpoint of the copy. Nothing of the source is changed.
+
+Crash safety, step by step:
+
+1. ``migrating.json`` says which copy is begun. A directory without it, or without a whole journal,
+   is thrown away and begun anew.
+2. Records are written and read back, the engine is synced, then the journal gets their PUTs and is
+   synced. So the journal never names a record that a power loss could take, and the next run begins
+   where it ends. A record that it does not name yet is written once more, as the same version.
+3. In the end a scan of the copy must find every block, and finds what has no right to be there:
+   blocks that left the source between two runs. Then the checkpoint is written, and the mark of a
+   clean end behind it. The copy is now a whole store but for STORE.json.
+4. One rename of STORE.json makes it the store. Before it the old blocks count, after it the new.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvstore import checkpoint, copying, events, files, former, layout, record, versions
+from kvstore.backends import engine_class, plain_name
+from kvstore.backends.base import EngineContext
+from kvstore.checkpoint import CheckpointWriter
+from kvstore.errors import ConfigError, EngineError, ReadOnly, StoreExists, StoreFull
+from kvstore.events import Kind
+from kvstore.journal import Journal
+from kvstore.killpoints import reach
+from kvstore.opening import Options, open_store, reserve
+from kvstore.pages import Pages
+from kvstore.settle import settle
+from kvstore.space import check_capacity, default_floor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+    from types import TracebackType
+
+    from kvstore.backends.base import Engine, Scanned
+    from kvstore.checkpoint import Loaded
+    from kvstore.copying import Copied
+    from kvstore.events import Records
+    from kvstore.layout import StoreRecord
+    from kvstore.settle import Settled
+
+Positions = np.ndarray
+
+BATCH_BYTES = 16 << 20
+BATCH_BLOCKS = 512
+SYNC_BYTES = 128 << 20
+"""So much is copied between two syncs: what a kill costs at most."""
+ROW_BYTES = 3 * events.RECORD_BYTES
+"""What journal and checkpoint take for a block while both are there."""
+
+
+class Left(NamedTuple):
+    """A block that did not come along."""
+
+    namespace: str
+    shard: int
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be done: blocks and bytes as records, how many of them an earlier run copied, and
+    what the copy of the others takes at most on the device."""
+
+    source: str
+    target: str
+    blocks: int
+    bytes: int
+    present: int
+    needed_bytes: int
+
+
+@dataclass
+class Outcome:
+    """What was done. ``switched``: the store has its new engine; else what is there is kept for the
+    next run."""
+
+    copied: int = 0
+    bytes: int = 0
+    present: int = 0
+    left: list[Left] = field(default_factory=list)
+    interrupted: bool = False
+    switched: bool = False
+
+
+class Migration:
+    """One change of engine, as a context manager that holds the lock of the store.
+
+    ``capacity`` is what the store may take from now on, ``min_free`` what stays free on its
+    filesystem; in bytes, None = as it is. Raises StoreNotFound, StoreLocked, FormatUnsupported,
+    CorruptStore, ReadOnly; ConfigError for an engine that there is not, StoreExists if another
+    change was not brought to an end.
+    """
+
+    def __init__(
+        self, path: Path, engine: str, *, capacity: int | None = None, min_free: int | None = None
+    ) -> None:
+        self.path = path
+        self.engine = plain_name(engine)
+        self._class = engine_class(engine)
+        if not self._class.capabilities.persistent:
+            raise ConfigError(f"the engine {engine} forgets its blocks", "choose another one")
+        self._capacity = capacity and check_capacity(capacity)
+        self._min_free = min_free
+        self._lock = layout.Lock(path)
+
+    def __enter__(self) -> Migration:
+        layout.read(self.path)
+        self._lock.acquire(exclusive=True)
+        try:
+            self._load()
+        except BaseException:
+            self._lock.release()
+            raise
+        return self
+
+    def __exit__(
+        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
+    ) -> None:
+        self._lock.release()
+
+    def _load(self) -> None:
+        """Read what the store has, and what an earlier run left."""
+        self._record = found = layout.read(self.path)
+        if found.read_only_reason:
+            raise ReadOnly(f"the store at {self.path} takes no writes: {found.read_only_reason}")
+        self._loaded = checkpoint.load(self.path / found.blocks, found.uuid, found.epoch)
+        self._settled = settle(self._loaded.events)
+        self._rows = self._settled.rows
+        self._live: np.ndarray = self._rows["kind"] == Kind.PUT
+        coming = former.read_coming(self.path, found)
+        self._coming = coming or self._new_record()
+        self._earlier = self._whole(coming) if coming is not None else None
+        self._check()
+
+    @property
+    def already(self) -> bool:
+        """Whether the store has that engine."""
+        return self._record.engine == self.engine
+
+    def _new_record(self) -> StoreRecord:
+        capacity = self._capacity or self._record.capacity_bytes
+        return replace(
+            self._record,
+            engine=self.engine,
+            engine_options=self._class.options_for(capacity),
+            blocks=f"{layout.BLOCKS}-{self.engine}",
+            epoch=self._record.epoch + 1,
+            previous=None,
+        )
+
+    def _whole(self, coming: StoreRecord) -> tuple[Loaded, Settled] | None:
+        """Return what an earlier run copied, None if it must be begun anew."""
+        loaded = checkpoint.load(self.path / coming.blocks, coming.uuid, coming.epoch)
+        return None if loaded.torn or loaded.missing else (loaded, settle(loaded.events))
+
+    def _check(self) -> None:
+        if self.already:
+            return
+        if self._coming.engine != self.engine:
+            raise StoreExists(
+                f"a copy for the engine {self._coming.engine} was begun in {self.path}",
+                f"finish it with --to {self._coming.engine}, or give it up with --rollback",
+            )
+        if self._record.previous is not None:
+            raise StoreExists(
+                f"{self.path} still has the blocks of the engine {self._record.previous.engine}",
+                "remove them with --delete-source, or go back to them with --rollback",
+            )
+
+    # -- the plan ---------------------------------------------------------------------------------
+
+    def plan(self) -> Plan:
+        """Return what :meth:`run` will do. Raises StoreFull if there is no room for it."""
+        done = self._done()
+        sizes = record.image_bytes_of(self._rows["length"])
+        coming = int(sizes[self._live & ~done].sum())
+        factor = self._class.capabilities.space_factor
+        plan = Plan(
+            source=self._record.engine,
+            target=self.engine,
+            blocks=int(self._live.sum()),
+            bytes=int(sizes[self._live].sum()),
+            present=int(done.sum()),
+            needed_bytes=int(coming * factor) + len(self._rows) * ROW_BYTES,
+        )
+        self._check_largest(int(sizes[self._live].max(initial=0)))
+        self._check_room(plan.needed_bytes)
+        return plan
+
+    def _done(self) -> np.ndarray:
+        """Tell which rows an earlier run copied: versions have numbers of their own."""
+        none: np.ndarray = np.zeros(len(self._rows), np.bool_)
+        if self._earlier is None:
+            return none
+        there = self._earlier[1].rows
+        there = there["generation"][there["kind"] == Kind.PUT]
+        done: np.ndarray = self._live & np.isin(self._rows["generation"], there)
+        return done
+
+    def _check_largest(self, size: int) -> None:
+        most = self._engine(self._coming).largest_image
+        if size > most:
+            raise StoreFull(
+                f"the engine {self.engine} takes records of {most} bytes at most in a store of "
+                f"this capacity, and {self.path} has one of {size}",
+                "raise --capacity, or choose another engine",
+            )
+
+    def _check_room(self, needed: int) -> None:
+        capacity = self._capacity or self._record.capacity_bytes
+        used = layout.directory_bytes(self.path)
+        if used + needed > capacity:
+            raise StoreFull(
+                f"the copy needs {needed} bytes, and the store takes {used} of the {capacity} "
+                "bytes that it may",
+                "raise that with --capacity SIZE; once the former blocks are deleted, serve "
+                "--capacity lowers it again",
+            )
+        found = os.statvfs(self.path)
+        free, floor = found.f_bavail * found.f_frsize, self._min_free
+        if floor is None:
+            floor = default_floor(found.f_blocks * found.f_frsize)
+        if free - needed < floor:
+            raise StoreFull(
+                f"the copy needs {needed} bytes, the filesystem of {self.path} has {free} free, of "
+                f"which {floor} stay free (min_free)",
+                "free some space, or have blocks leave first with kvstore evict",
+            )
+
+    # -- the run ----------------------------------------------------------------------------------
+
+    def run(
+        self, told: Callable[[int, int], None], *, jobs: int = 2, rate: int | None = None
+    ) -> Outcome:
+        """Copy what is not copied yet and switch; ``told`` hears of each batch: blocks, bytes.
+
+        ``jobs`` batches are under way at a time, ``rate`` bytes a second are read at most. Ctrl-C
+        ends it between two batches. Raises StoreFull, EngineError, CorruptStore, ...; what is
+        copied by then is kept.
+        """
+        self._make_clean()
+        former.sweep(self.path)
+        self.plan()
+        source = self._engine(self._record, read_only=True)
+        source.open()
+        try:
+            with Copy(self.path, self._coming, self._begin(), self._engine(self._coming)) as copy:
+                return self._fill(copy, source, _Pace(told, rate), jobs)
+        finally:
+            source.close()
+
+    def _make_clean(self) -> None:
+        """Let a store that was killed do what its next opening would: no row may be missing."""
+        if self._loaded.clean or self._is_new():
+            return
+        self._lock.release()
+        resting = Options(create="never", min_free=0, when_full="read-only", bounce_bytes=16 << 20)
+        store = open_store(self.path, resting)
+        try:
+            store.drain()
+        finally:
+            store.close()
+        self._lock.acquire(exclusive=True)
+        self._load()
+        if not self._loaded.clean:
+            raise EngineError(f"the store at {self.path} has work left", "see the log, then retry")
+
+    def _is_new(self) -> bool:
+        loaded = self._loaded
+        return not (len(loaded.events) or loaded.torn or loaded.missing)
+
+    def _engine(self, of: StoreRecord, *, read_only: bool = False) -> Engine:
+        return engine_class(of.engine)(
+            EngineContext(
+                directory=self.path / of.blocks,
+                store_uuid=of.uuid,
+                options=of.engine_options,
+                read_only=read_only,
+                capacity=self._capacity or of.capacity_bytes,
+            )
+        )
+
+    def _begin(self) -> tuple[Loaded, Settled] | None:
+        """Make an empty copy unless there is one to go on with, which is returned."""
+        if self._earlier is not None:
+            return self._earlier
+        directory = self.path / self._coming.blocks
+        former.discard(directory)
+        former.write_coming(self.path, self._coming)
+        reach("migrate.begun")
+        try:
+            directory.mkdir(files.DIRECTORY_MODE)
+            files.sync_directory(self.path)
+        except OSError as error:
+            raise files.translate(error, f"make {directory}") from error
+        self._engine(self._coming).create()
+        reach("migrate.made")
+        unit = reserve(self._capacity or self._coming.capacity_bytes)
+        Journal.create(directory, 1, self._coming.uuid, self._coming.epoch, unit).close()
+        return None
+
+    def _fill(self, copy: Copy, source: Engine, pace: _Pace, jobs: int) -> Outcome:
+        outcome = Outcome()
+        copied = copy.adopt(self._rows)
+        outcome.present = int(copied.sum())
+        pace.tell(outcome.present, 0)
+        largest = int(record.image_bytes_of(self._rows["length"]).max(initial=0))
+        workers = _Workers(source, copy.engine, self._record.uuid, max(largest, BATCH_BYTES), jobs)
+        try:
+            with workers:
+                for positions in batches(self._rows, self._live & ~copied):
+                    pace.wait(self._rows[positions])
+                    workers.submit(positions, self._rows[positions])
+                    self._take(workers.results(), copy, pace, outcome)
+                self._take(workers.rest(), copy, pace, outcome)
+        except KeyboardInterrupt:
+            self._take(workers.rest(), copy, pace, outcome)
+            outcome.interrupted = True
+        copy.save()
+        if not outcome.interrupted:
+            self._switch(copy, outcome)
+        return outcome
+
+    def _take(
+        self,
+        results: Iterator[tuple[Positions, Copied]],
+        copy: Copy,
+        pace: _Pace,
+        outcome: Outcome,
+    ) -> None:
+        for positions, copied in results:
+            rows = self._rows[positions]
+            for row, reason in zip(rows, copied.reasons, strict=True):
+                if reason:
+                    outcome.left.append(Left(*name_of(row), reason))
+            rows["place"] = copied.places
+            copy.add(rows[copied.good])
+            size = int(record.image_bytes_of(rows["length"][copied.good]).sum())
+            outcome.copied += int(copied.good.sum())
+            outcome.bytes += size
+            pace.tell(len(rows), size)
+
+    # -- the switch -------------------------------------------------------------------------------
+
+    def _switch(self, copy: Copy, outcome: Outcome) -> None:
+        if outcome.left and not outcome.copied + outcome.present:
+            raise EngineError(
+                f"none of {len(outcome.left)} blocks can be read, the first because "
+                f"{outcome.left[0].reason}",
+                "the store is as it was; see to its disk",
+            )
+        copy.check()
+        reach("migrate.checked")
+        copied = copy.finish(self._rows, self._settled)
+        reach("migrate.finished")
+        old = self._record
+        previous = layout.Previous(
+            engine=old.engine,
+            engine_options=old.engine_options,
+            blocks=old.blocks,
+            epoch=old.epoch,
+            copied=copied,
+            generation=self._settled.max_generation,
+            bytes=layout.directory_bytes(self.path / old.blocks),
+        )
+        coming = self._coming
+        layout.write(
+            self.path,
+            replace(
+                old,
+                engine=coming.engine,
+                engine_options=coming.engine_options,
+                blocks=coming.blocks,
+                epoch=coming.epoch,
+                capacity_bytes=self._capacity or old.capacity_bytes,
+                previous=previous,
+            ),
+        )
+        outcome.switched = True
+        reach("migrate.switched")
+        former.forget_coming(self.path)
+
+
+class _Pace:
+    """Tells how far the copy is, and keeps it to a rate."""
+
+    def __init__(self, told: Callable[[int, int], None], rate: int | None) -> None:
+        self.tell = told
+        self._rate = rate
+        self._began = time.monotonic()
+        self._bytes = 0
+
+    def wait(self, rows: Records) -> None:
+        if self._rate is not None:
+            ahead = self._bytes / self._rate - (time.monotonic() - self._began)
+            time.sleep(max(0.0, ahead))
+        self._bytes += int(record.image_bytes_of(rows["length"]).sum())
+
+
+class _Workers:
+    """Threads that copy batches, each with its own memory; results come in the order of batches."""
+
+    def __init__(
+        self, source: Engine, target: Engine, store: bytes, batch_bytes: int, jobs: int
+    ) -> None:
+        self._engines = source, target
+        self._store = store
+        self._bytes = batch_bytes
+        self._jobs = jobs
+        self._pool = ThreadPoolExecutor(jobs, "migrate")
+        self._waiting: deque[tuple[Positions, Future[Copied]]] = deque()
+        self._own = threading.local()
+
+    def __enter__(self) -> _Workers:
+        return self
+
+    def __exit__(
+        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(wait=True)
+
+    def submit(self, positions: Positions, rows: Records) -> None:
+        self._waiting.append((positions, self._pool.submit(self._copy, rows)))
+
+    def results(self) -> Iterator[tuple[Positions, Copied]]:
+        """Yield what must be taken before more is submitted."""
+        while len(self._waiting) > self._jobs:
+            yield self._next()
+
+    def rest(self) -> Iterator[tuple[Positions, Copied]]:
+        while self._waiting:
+            yield self._next()
+
+    def _next(self) -> tuple[Positions, Copied]:
+        positions, future = self._waiting[0]
+        copied = future.result()
+        self._waiting.popleft()
+        return positions, copied
+
+    def _copy(self, rows: Records) -> Copied:
+        if not hasattr(self._own, "pages"):
+            self._own.pages = [Pages(self._bytes), Pages(self._bytes)]
+        memory = [pages.memory for pages in self._own.pages]
+        (blocks,) = versions.blocks_of(rows)
+        return copying.copy(*self._engines, self._store, blocks, memory)
+
+
+class Copy:
+    """The copy: an engine and its journal, which become the store's."""
+
+    def __init__(
+        self,
+        path: Path,
+        coming: StoreRecord,
+        earlier: tuple[Loaded, Settled] | None,
+        engine: Engine,
+    ) -> None:
+        self.engine = engine
+        self._directory = path / coming.blocks
+        self._uuid, self._epoch = coming.uuid, coming.epoch
+        loaded = earlier[0] if earlier else None
+        self._resume = (loaded.sequence, loaded.end) if loaded else (1, events.RECORD_BYTES)
+        self._settled = earlier[1] if earlier else None
+        self._copied = events.blank(0, Kind.PUT)
+        self._new: list[Records] = []
+        self._bytes = 0
+
+    def __enter__(self) -> Copy:
+        sequence, end = self._resume
+        self._journal = Journal.resume(self._directory, sequence, self._uuid, self._epoch, end)
+        try:
+            self.engine.open()
+        except BaseException:
+            self._journal.close()
+            raise
+        return self
+
+    def __exit__(
+        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
+    ) -> None:
+        self._journal.close()
+        self.engine.close()
+
+    def adopt(self, rows: Records) -> np.ndarray:
+        """Take over what an earlier run copied; return which of the rows that are.
+
+        What has left the source since is given up in the journal before it is deleted: its place
+        may soon be another block's.
+        """
+        there = self._settled.rows if self._settled else events.blank(0, Kind.PUT)
+        there = there[there["kind"] == Kind.PUT]
+        self.engine.claim(there["place"], there["length"], there["generation"], complete=True)
+        live = rows["kind"] == Kind.PUT
+        wanted = np.isin(there["generation"], rows["generation"][live])
+        strange = there[~wanted]
+        if len(strange):
+            strange["kind"] = Kind.FREE
+            self._journal.append(strange)
+            self._journal.sync()
+            for blocks in versions.blocks_of(strange):
+                self.engine.delete_many(blocks)
+        self._copied = there[wanted]
+        done: np.ndarray = live & np.isin(rows["generation"], self._copied["generation"])
+        return done
+
+    def add(self, rows: Records) -> None:
+        """Note rows whose records are in the engine, at their ``place``."""
+        self._new.append(rows)
+        self._bytes += int(record.image_bytes_of(rows["length"]).sum())
+        if self._bytes >= SYNC_BYTES:
+            self.save()
+
+    def save(self) -> None:
+        """Make durable what was added: first the records, then the journal that names them."""
+        if not self._new:
+            return
+        self.engine.flush()
+        reach("migrate.flushed")
+        rows = np.concatenate(self._new)
+        rows["kind"] = Kind.PUT
+        self._journal.append(rows)
+        self._journal.sync()
+        reach("migrate.saved")
+        self._copied = np.concatenate([self._copied, rows])
+        self._new, self._bytes = [], 0
+
+    def check(self) -> None:
+        """See that a scan finds every block, and remove what else it finds. Raises EngineError."""
+        wanted, seen = self._copied["generation"], [np.zeros(0, np.uint64)]
+        for found in self.engine.scan():
+            seen.append(found.generations)
+            strange = as_records(found)[~np.isin(found.generations, wanted)]
+            for blocks in versions.blocks_of(strange):
+                self.engine.delete_many(blocks)
+        missing = len(np.setdiff1d(wanted, np.concatenate(seen)))
+        if missing:
+            raise EngineError(
+                f"{missing} of {len(wanted)} copies in {self._directory} are not found again",
+                "the store is as it was; give the copy up with --rollback and see to the disk",
+            )
+        self.engine.flush()
+
+    def finish(self, rows: Records, settled: Settled) -> int:
+        """Make it a store that was stopped cleanly, with the rows of the source; return how many
+        have a block. Rows that did not come along stay as ghosts where others descend from them."""
+        rows = rows.copy()
+        order = np.argsort(self._copied["generation"])
+        generations = self._copied["generation"][order]
+        at = np.minimum(np.searchsorted(generations, rows["generation"]), len(generations) - 1)
+        copied = rows["kind"] == Kind.PUT
+        if len(generations):
+            copied &= generations[at] == rows["generation"]
+            rows["place"] = np.where(copied, self._copied["place"][order][at], 0)
+        rows["kind"] = np.where(copied, Kind.PUT, Kind.GHOST)
+        self._journal.rotate()
+        writer = CheckpointWriter(self._directory, self._journal.sequence, self._uuid, self._epoch)
+        kept = settle(rows).rows
+        writer.append(kept)
+        writer.append(_pins(kept, settled))
+        synced = events.blank(1, Kind.SYNC)
+        synced["generation"] = settled.max_generation
+        writer.append(synced)
+        writer.finish()
+        reach("migrate.checkpoint")
+        checkpoint.remove_before(self._directory, self._journal.sequence)
+        self._journal.append(events.blank(1, Kind.CLOSE))
+        self._journal.sync()
+        # Closed now, not behind the switch: some engines write their last files then.
+        self.engine.close()
+        return int(copied.sum())
+
+
+def _pins(rows: Records, settled: Settled) -> Records:
+    live = set(rows["row"][rows["kind"] == Kind.PUT].tolist())
+    pinned = [row for row in settled.pins if row in live]
+    out = events.blank(len(pinned), Kind.PIN)
+    out["row"] = pinned
+    out["last_use"] = [settled.pins[row] for row in pinned]
+    out["length"] = [row in settled.firm for row in pinned]
+    return out
+
+
+def name_of(row: np.void) -> tuple[str, int, str]:
+    """Return namespace id, shard and key (hex) of a record of the journal."""
+    key = row["key"][: row["key_length"]].tobytes().hex()
+    return row["namespace"].tobytes().hex(), int(row["shard"]), key
+
+
+def as_records(found: Scanned) -> Records:
+    """Return what a scan found in the form of journal records."""
+    out = events.blank(len(found), Kind.LEFTOVER)
+    out["namespace"], out["shard"] = found.namespaces, found.shards
+    out["key_length"], out["key"] = found.key_lengths, found.keys
+    out["length"], out["place"] = found.lengths, found.places
+    out["generation"] = found.generations
+    return out
+
+
+# -- order ----------------------------------------------------------------------------------------
+
+
+def batches(rows: Records, wanted: np.ndarray) -> Iterator[Positions]:
+    """Yield positions of the wanted rows in chain order: batches of one namespace and shard."""
+    spaces = _spaces(rows)
+    order = chain_order(rows, spaces)
+    order = order[wanted[order]]
+    sizes = record.image_bytes_of(rows["length"][order])
+    start, taken = 0, 0
+    for at, size in enumerate(sizes.tolist()):
+        full = taken + size > BATCH_BYTES or at - start == BATCH_BLOCKS
+        if at > start and (full or spaces[order[at]] != spaces[order[start]]):
+            yield order[start:at]
+            start, taken = at, 0
+        taken += size
+    if start < len(order):
+        yield order[start:]
+
+
+def _spaces(rows: Records) -> np.ndarray:
+    """Return a number for each row that those of its namespace, shard and length of key have."""
+    shards = np.ascontiguousarray(rows["shard"]).view(np.uint8).reshape(len(rows), 2)
+    names = np.column_stack([rows["namespace"], shards, rows["key_length"]])
+    numbers: np.ndarray = np.unique(names, axis=0, return_inverse=True)[1].ravel()
+    return numbers
+
+
+def chain_order(rows: Records, spaces: np.ndarray) -> Positions:
+    """Return positions by space, the oldest version first, but each behind its parent."""
+    ids = rows["row"]
+    above = np.minimum(np.searchsorted(ids, rows["parent"]), max(len(ids) - 1, 0))
+    parents = np.where(ids[above] == rows["parent"], above, -1) if len(ids) else above
+    by_age = np.lexsort((rows["generation"], spaces))
+    return np.array(parents_first(by_age.tolist(), parents.tolist()), np.int64)
+
+
+def parents_first(order: list[int], parents: list[int]) -> list[int]:
+    """Return ``order`` with each behind its parent (-1 = none); links close no cycle."""
+    placed, result = bytearray(len(parents)), list[int]()
+    for position in order:
+        line = []
+        while position >= 0 and not placed[position]:
+            placed[position] = 1
+            line.append(position)
+            position = parents[position]
+        result += reversed(line)
+    return result
