@@ -41,7 +41,7 @@ from kvstore.killpoints import reach
 from kvstore.opening import Options, open_store, reserve
 from kvstore.pages import Pages
 from kvstore.settle import settle
-from kvstore.space import check_capacity, default_floor
+from kvstore.space import RESERVE_SHARE, check_capacity, default_floor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -319,6 +319,7 @@ class Migration:
 
     def _fill(self, copy: Copy, source: Engine, pace: _Pace, jobs: int) -> Outcome:
         outcome = Outcome()
+        self._bound(copy.engine)
         copied = copy.adopt(self._rows)
         outcome.present = int(copied.sum())
         pace.tell(outcome.present, 0)
@@ -338,6 +339,13 @@ class Migration:
         if not outcome.interrupted:
             self._switch(copy, outcome)
         return outcome
+
+    def _bound(self, target: Engine) -> None:
+        """Keep files that are made ahead of use within the capacity, the former blocks included."""
+        capacity = self._capacity or self._record.capacity_bytes
+        own = layout.directory_bytes(self.path / self._coming.blocks)
+        other = layout.directory_bytes(self.path) - own
+        target.allow(capacity - max(other, capacity // RESERVE_SHARE))
 
     def _take(
         self,

@@ -46,9 +46,7 @@ MOST_LEFT = 20
 @click.option("--store", metavar="DIR", help="Directory of the store.")
 @click.option("--to", "engine", metavar="ENGINE", help="The engine that it is to have.")
 @click.option("--rollback", is_flag=True, help="Go back, or give up a copy that is not finished.")
-@click.option(
-    "--delete-source", is_flag=True, help="Delete the former blocks, kept till then."
-)
+@click.option("--delete-source", is_flag=True, help="Delete the former blocks, kept till then.")
 @click.option("--capacity", metavar="SIZE", help="Bytes that the store may take from now on.")
 @click.option("--rate", metavar="SIZE/s", help="Read no more than so many bytes a second.")
 @click.option(
