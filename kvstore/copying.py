@@ -7,7 +7,7 @@ version of the block. Nothing here knows of journals: whoever calls notes what i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,15 @@ REASONS = {
     Status.UNREADABLE: "the device does not read it",
     Status.FAILED: "it cannot be read, see the log",
 }
+
+
+class Left(NamedTuple):
+    """A block that did not come along: namespace id, shard, key in hex, and why."""
+
+    namespace: str
+    shard: int
+    key: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

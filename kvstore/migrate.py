@@ -26,7 +26,7 @@ import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -34,11 +34,13 @@ from kvstore import checkpoint, copying, events, files, former, layout, record, 
 from kvstore.backends import engine_class, plain_name
 from kvstore.backends.base import EngineContext
 from kvstore.checkpoint import CheckpointWriter
+from kvstore.copying import Left
 from kvstore.errors import ConfigError, EngineError, ReadOnly, StoreExists, StoreFull
 from kvstore.events import Kind
 from kvstore.journal import Journal
 from kvstore.killpoints import reach
 from kvstore.opening import Options, open_store, reserve
+from kvstore.order import batches
 from kvstore.pages import Pages
 from kvstore.settle import settle
 from kvstore.space import RESERVE_SHARE, check_capacity, default_floor
@@ -63,15 +65,6 @@ SYNC_BYTES = 128 << 20
 """So much is copied between two syncs: what a kill costs at most."""
 ROW_BYTES = 3 * events.RECORD_BYTES
 """What journal and checkpoint take for a block while both are there."""
-
-
-class Left(NamedTuple):
-    """A block that did not come along."""
-
-    namespace: str
-    shard: int
-    key: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +320,8 @@ class Migration:
         workers = _Workers(source, copy.engine, self._record.uuid, max(largest, BATCH_BYTES), jobs)
         try:
             with workers:
-                for positions in batches(self._rows, self._live & ~copied):
+                wanted = self._live & ~copied
+                for positions in batches(self._rows, wanted, BATCH_BYTES, BATCH_BLOCKS):
                     pace.wait(self._rows[positions])
                     workers.submit(positions, self._rows[positions])
                     self._take(workers.results(), copy, pace, outcome)
@@ -358,7 +352,7 @@ class Migration:
             rows = self._rows[positions]
             for row, reason in zip(rows, copied.reasons, strict=True):
                 if reason:
-                    outcome.left.append(Left(*name_of(row), reason))
+                    outcome.left.append(Left(*_name(row), reason))
             rows["place"] = copied.places
             copy.add(rows[copied.good])
             size = int(record.image_bytes_of(rows["length"][copied.good]).sum())
@@ -606,8 +600,7 @@ def _pins(rows: Records, settled: Settled) -> Records:
     return out
 
 
-def name_of(row: np.void) -> tuple[str, int, str]:
-    """Return namespace id, shard and key (hex) of a record of the journal."""
+def _name(row: np.void) -> tuple[str, int, str]:
     key = row["key"][: row["key_length"]].tobytes().hex()
     return row["namespace"].tobytes().hex(), int(row["shard"]), key
 
@@ -620,53 +613,3 @@ def as_records(found: Scanned) -> Records:
     out["length"], out["place"] = found.lengths, found.places
     out["generation"] = found.generations
     return out
-
-
-# -- order ----------------------------------------------------------------------------------------
-
-
-def batches(rows: Records, wanted: np.ndarray) -> Iterator[Positions]:
-    """Yield positions of the wanted rows in chain order: batches of one namespace and shard."""
-    spaces = _spaces(rows)
-    order = chain_order(rows, spaces)
-    order = order[wanted[order]]
-    sizes = record.image_bytes_of(rows["length"][order])
-    start, taken = 0, 0
-    for at, size in enumerate(sizes.tolist()):
-        full = taken + size > BATCH_BYTES or at - start == BATCH_BLOCKS
-        if at > start and (full or spaces[order[at]] != spaces[order[start]]):
-            yield order[start:at]
-            start, taken = at, 0
-        taken += size
-    if start < len(order):
-        yield order[start:]
-
-
-def _spaces(rows: Records) -> np.ndarray:
-    """Return a number for each row that those of its namespace, shard and length of key have."""
-    shards = np.ascontiguousarray(rows["shard"]).view(np.uint8).reshape(len(rows), 2)
-    names = np.column_stack([rows["namespace"], shards, rows["key_length"]])
-    numbers: np.ndarray = np.unique(names, axis=0, return_inverse=True)[1].ravel()
-    return numbers
-
-
-def chain_order(rows: Records, spaces: np.ndarray) -> Positions:
-    """Return positions by space, the oldest version first, but each behind its parent."""
-    ids = rows["row"]
-    above = np.minimum(np.searchsorted(ids, rows["parent"]), max(len(ids) - 1, 0))
-    parents = np.where(ids[above] == rows["parent"], above, -1) if len(ids) else above
-    by_age = np.lexsort((rows["generation"], spaces))
-    return np.array(parents_first(by_age.tolist(), parents.tolist()), np.int64)
-
-
-def parents_first(order: list[int], parents: list[int]) -> list[int]:
-    """Return ``order`` with each behind its parent (-1 = none); links close no cycle."""
-    placed, result = bytearray(len(parents)), list[int]()
-    for position in order:
-        line = []
-        while position >= 0 and not placed[position]:
-            placed[position] = 1
-            line.append(position)
-            position = parents[position]
-        result += reversed(line)
-    return result

@@ -20,7 +20,8 @@ from kvstore.errors import (
     StoreFull,
     StoreLocked,
 )
-from kvstore.migrate import Migration, Outcome, parents_first
+from kvstore.migrate import Migration, Outcome
+from kvstore.order import parents_first
 from tests.migrating import ENGINES, Local, block, fill, holding, key
 
 MIB = 1 << 20

@@ -35,6 +35,11 @@ SHAPES: dict[str, Fields] = {
     },
     "lost block": {**NAME, "reason": ("string", "why it could not be written")},
     "left block": {**NAME, "reason": ("string", "why it did not come along")},
+    "finding": {
+        "kind": ("string", "a stable id, such as truncated, empty, temporary or duplicate"),
+        "path": ("string", "which file"),
+        "detail": ("string", "what is wrong with it"),
+    },
     "namespace": {
         "id": ("hex", "id of the namespace"),
         "record": ("object or null", "its record; null if its file is damaged or gone"),
@@ -288,6 +293,18 @@ DOCUMENTS: dict[str, Fields] = {
     },
     "pins": {"pins": ("list of pin", "the pins"), "count": ("integer", "how many")},
     "flush": {"errors": ("list of lost block", "accepted, but not written; told once")},
+    "migrate": {
+        "source": ("string", "where the blocks come from"),
+        "store": ("string", "directory of the store that takes them"),
+        "blocks": ("integer", "blocks that can be taken"),
+        "bytes": ("integer", "their bytes"),
+        "copied": ("integer", "blocks that were brought in"),
+        "present": ("integer", "blocks that the store had"),
+        "left": ("list of left block", "blocks that could not be read or put"),
+        "findings": ("list of finding", "files of the source that are no good blocks"),
+        "dry_run": ("boolean", "nothing was done, and the store was not asked"),
+        "interrupted": ("boolean", "it ended by Ctrl-C"),
+    },
     "migrate --to": {
         "store": ("string", "directory of the store"),
         "from": ("string", "the engine that it had"),

@@ -1,4 +1,4 @@
-"""``kvstore migrate``: another engine for a store."""
+"""``kvstore migrate``: another engine for a store; blocks of another store or system."""
 
 from __future__ import annotations
 
@@ -6,16 +6,25 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvstore.commands.frame import INTERRUPTED, PARTLY, Call, Command, become_owner
+from kvstore.commands.frame import (
+    INTERRUPTED,
+    PARTLY,
+    Call,
+    Command,
+    Option,
+    become_owner,
+)
 from kvstore.commands.names import read_size
 from kvstore.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from kvstore.copying import Left
     from kvstore.migrate import Migration, Outcome, Plan
 
+IN = "With SRC and DST"
 MOST_LEFT = 20
 """Blocks left behind that are named for a person; --json names all."""
 
@@ -24,14 +33,15 @@ MOST_LEFT = 20
     cls=Command,
     example=(
         "kvstore migrate --to lmdb\nkvstore migrate /mnt/nvme/kv --to superblock -n\n"
-        "kvstore migrate --rollback\nkvstore migrate --delete-source -y"
+        "kvstore migrate --rollback\nkvstore migrate --delete-source -y\n"
+        "kvstore migrate vllm-fs:/mnt/kv-cache /mnt/nvme/kv --merge --field weights=3f2a"
     ),
     exits={
         0: "done, or the store has that engine already",
         1: "failed; what was copied is kept, and the same command goes on from there",
         2: "",
-        3: "done, but some blocks were damaged and left behind",
-        4: "--rollback: there is nothing to go back to",
+        3: "done, but some blocks could not be read and were left behind",
+        4: "--rollback: there is nothing to go back to; or SRC is not there",
         5: "a file of the store itself is damaged",
         10: "",
         11: "a daemon has the store: stop it first",
@@ -42,7 +52,7 @@ MOST_LEFT = 20
         141: "",
     },
 )
-@click.argument("words", metavar="[STORE]", nargs=-1)
+@click.argument("words", metavar="[STORE | SRC DST]", nargs=-1)
 @click.option("--store", metavar="DIR", help="Directory of the store.")
 @click.option("--to", "engine", metavar="ENGINE", help="The engine that it is to have.")
 @click.option("--rollback", is_flag=True, help="Go back, or give up a copy that is not finished.")
@@ -56,53 +66,85 @@ MOST_LEFT = 20
     show_default=True,
     help="Batches copied at a time.",
 )
+@click.option("--merge", cls=Option, is_flag=True, section=IN, help="DST may be there already.")
+@click.option(
+    "--namespace",
+    cls=Option,
+    metavar="NAME|@FILE",
+    section=IN,
+    help="The namespace of all blocks, instead of what SRC says.",
+)
+@click.option(
+    "--field",
+    "fields",
+    cls=Option,
+    metavar="NAME=VALUE",
+    multiple=True,
+    section=IN,
+    help="Added to the record of every namespace: what SRC does not say, as weights or dtype.",
+)
+@click.option(
+    "--block-bytes",
+    cls=Option,
+    metavar="SIZE",
+    section=IN,
+    help="Bytes of a block, where the files of SRC may be longer.",
+)
 @click.option("-n", "--dry-run", is_flag=True, help="Only tell what would be done.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @click.pass_obj
-def migrate(
-    call: Call,
-    words: tuple[str, ...],
-    store: str | None,
-    engine: str | None,
-    rollback: bool,
-    delete_source: bool,
-    capacity: str | None,
-    rate: str | None,
-    jobs: int,
-    dry_run: bool,
-    yes: bool,
-) -> int:
-    """Change the engine of a store.
+def migrate(call: Call, /, words: tuple[str, ...], **how: Any) -> int:  # noqa: ANN401
+    """Change the engine of a store, or bring blocks in from elsewhere.
 
     With --to every block is copied to the other engine, verified, and read back; only then the
     store is switched over, at once. Order of use, pins, namespaces, labels and chains come along.
     Damaged blocks stay behind and are named. The daemon must be stopped. After a kill or Ctrl-C the
-    same command goes on where it was.
+    same command goes on where it was. The former blocks are kept, and count as used, until
+    --delete-source; until then, and as long as no new block came in, --rollback goes back to them.
 
-    The former blocks are kept, and count as used, until --delete-source; until then, and as long as
-    no new block came in, --rollback goes back to them.
+    With SRC and DST the blocks of SRC are put into the store DST, which is made, or with --merge
+    may be there; what it has already is skipped. Each is [NAME:]PATH. NAME is an engine, or for SRC
+    one of vllm-fs, hicache and lmcache-fs: directories of vLLM, SGLang and LMCache, which are only
+    read. What they hold cannot be verified, so every block gets a label that says so.
     """
-    chosen = [engine is not None, rollback, delete_source]
+    chosen = [how["engine"] is not None, how["rollback"], how["delete_source"]]
+    if len(words) == 2 and not any(chosen) and how["store"] is None:
+        from kvstore.commands.merging import bring
+
+        return bring(call, *words, **how)
     if sum(chosen) != 1:
-        raise UsageError("migrate wants one thing to do", "--to, --rollback or --delete-source")
-    path = _store(call, words, store)
-    if rollback:
-        return _go_back(call, path, dry_run=dry_run)
-    if delete_source:
-        return _delete(call, path, dry_run=dry_run, yes=yes)
+        hint = "use --to, --rollback or --delete-source, or name SRC and DST"
+        raise UsageError("migrate wants one thing to do", hint)
+    _check_alone(how)
+    path = _store(call, words, how["store"])
+    if how["rollback"]:
+        return _go_back(call, path, dry_run=how["dry_run"])
+    if how["delete_source"]:
+        return _delete(call, path, dry_run=how["dry_run"], yes=how["yes"])
+    return _to_engine(call, path, **how)
+
+
+def _check_alone(how: Mapping[str, Any]) -> None:
+    """Refuse options that mean nothing without SRC and DST."""
+    for name in ("merge", "namespace", "fields", "block_bytes"):
+        if how[name]:
+            option = f"--{name.removesuffix('s').replace('_', '-')}"
+            raise UsageError(f"{option} is for SRC and DST", "leave it out, or name both")
+
+
+def _to_engine(call: Call, path: Path, **how: Any) -> int:  # noqa: ANN401
     from kvstore import config
     from kvstore.migrate import Migration
 
-    assert engine is not None
-    size = read_size(capacity, "--capacity")
-    speed = _rate(rate)
+    size, rate = read_size(how["capacity"], "--capacity"), read_rate(how["rate"])
     min_free = config.load(call.flags()).settings.min_free
-    with Migration(path, engine, capacity=size, min_free=min_free) as migration:
+    with Migration(path, how["engine"], capacity=size, min_free=min_free) as migration:
         if migration.already:
-            line = f"the store at {path} has the engine {migration.engine} already"
-            call.output.result(_already(path, migration.engine), [line])
+            engine = migration.engine
+            line = f"the store at {path} has the engine {engine} already"
+            call.output.result(_document(path, engine, engine, already=True), [line])
             return 0
-        return _change(call, path, migration, jobs=jobs, rate=speed, dry_run=dry_run)
+        return _change(call, path, migration, jobs=how["jobs"], rate=rate, dry_run=how["dry_run"])
 
 
 def _store(call: Call, words: tuple[str, ...], store: str | None) -> Path:
@@ -114,7 +156,8 @@ def _store(call: Call, words: tuple[str, ...], store: str | None) -> Path:
     return path
 
 
-def _rate(text: str | None) -> int | None:
+def read_rate(text: str | None) -> int | None:
+    """Return bytes a second. Raises UsageError."""
     speed = read_size(None if text is None else text.removesuffix("/s"), "--rate")
     if speed == 0:
         raise UsageError("--rate is 0", "write for example 200MiB/s")
@@ -122,10 +165,6 @@ def _rate(text: str | None) -> int | None:
 
 
 # -- another engine -------------------------------------------------------------------------------
-
-
-def _already(path: Path, engine: str) -> Mapping[str, object]:
-    return _document(path, engine, engine, already=True)
 
 
 def _document(path: Path, source: str, target: str, **more: object) -> dict[str, object]:
@@ -199,10 +238,7 @@ def _change_lines(path: Path, plan: Plan, outcome: Outcome) -> Iterable[str]:
 
     earlier = f", {outcome.present:,} were copied before" if outcome.present else ""
     yield f"copied {outcome.copied:,} of {render.count(plan.blocks, 'block')}{earlier}"
-    for one in outcome.left[:MOST_LEFT]:
-        yield f"left behind: {one.namespace} {one.shard} {one.key}: {one.reason}"
-    if len(outcome.left) > MOST_LEFT:
-        yield f"left behind: {len(outcome.left) - MOST_LEFT:,} more; --json names all"
+    yield from left_lines(outcome.left)
     if outcome.switched:
         yield f"the store at {path} has the engine {plan.target} now"
         yield (
@@ -211,6 +247,14 @@ def _change_lines(path: Path, plan: Plan, outcome: Outcome) -> Iterable[str]:
         )
     else:
         yield "the store is as it was"
+
+
+def left_lines(left: Sequence[Left]) -> Iterable[str]:
+    """Yield a line for each block that did not come along, as far as a person wants to read."""
+    for one in left[:MOST_LEFT]:
+        yield f"left behind: {one.namespace} {one.shard} {one.key}: {one.reason}"
+    if len(left) > MOST_LEFT:
+        yield f"left behind: {len(left) - MOST_LEFT:,} more; --json names all"
 
 
 # -- afterwards -----------------------------------------------------------------------------------
