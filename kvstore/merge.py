@@ -297,10 +297,11 @@ class Merge:
             core.touched.append(rows)
 
     def _keep_pins(self, store: Store, pins: Sequence[Pin]) -> None:
+        new = {(one.group, one.key) for one in self._added}
         for pin in pins:
             namespace = store.core.namespaces.by_id(pin.entry.space.id)
             left = pin.until - time.time()
-            if namespace is not None and left > 0:
+            if namespace and left > 0 and (pin.entry.group, pin.entry.key) in new:
                 keys = key_array([pin.entry.key])
                 store.pin(namespace, pin.entry.shard, keys, left, firm=pin.firm)
 

@@ -38,12 +38,16 @@ elif what == "delete":
 else:
     migrate.BATCH_BLOCKS, migrate.SYNC_BYTES = int(sys.argv[4]), int(sys.argv[5])
     with migrate.Migration(path, what, min_free=0) as migration:
-        migration.run(lambda _blocks, _bytes: None)
+        rate = int(sys.argv[6]) or None
+        migration.run(lambda _blocks, _bytes: None, rate=rate)
 """
 
 
-def start(path: Path, what: str, point: str = "", batch: int = 6) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", PROGRAM, str(ROOT), str(path), what, str(batch), "1"]
+def start(
+    path: Path, what: str, point: str = "", batch: int = 6, rate: int = 0
+) -> subprocess.Popen[bytes]:
+    how = [str(batch), "1", str(rate)]
+    command = [sys.executable, "-c", PROGRAM, str(ROOT), str(path), what, *how]
     return subprocess.Popen(command, env={**os.environ, "KVSTORE_KILL_POINT": point})
 
 
@@ -152,7 +156,7 @@ def test_the_copy_is_durable_before_the_store_is_switched(
         PROGRAM,
         tmp_path / "log",
         "fsync,fdatasync,syncfs,rename,renameat,renameat2,pwrite64,pwritev,write",
-        arguments=[str(ROOT), str(path), "sqlite", "6", "1"],
+        arguments=[str(ROOT), str(path), "sqlite", "6", "1", "0"],
     )
     (switch,) = [
         call for call in calls if call.name.startswith("rename") and '/STORE.json"' in call.args
@@ -195,8 +199,9 @@ def test_twenty_thousand_blocks_killed_twice(tmp_path: Path, source: str, target
     local.stop()
     before, order = holding(path)
     for _ in range(2):
-        process = start(path, target, batch=256)
-        time.sleep(dice.uniform(1.0, 4.0))
+        # At this rate a run takes 25 s.
+        process = start(path, target, batch=256, rate=16 * MIB)
+        time.sleep(dice.uniform(3.0, 9.0))
         process.kill()
         process.wait()
         assert layout.read(path).engine == source

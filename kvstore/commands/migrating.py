@@ -196,7 +196,7 @@ def _change(
     call.output.note(_plan_line(plan))
     with call.output.progress(plan.blocks, "block") as progress:
         outcome = migration.run(lambda blocks, _: progress.add(blocks), jobs=jobs, rate=rate)
-    document = _document(path, plan.source, plan.target, **_planned(plan), **_done(outcome))
+    document = _document(path, plan.source, plan.target, **(_planned(plan) | _done(outcome)))
     call.output.result(document, _change_lines(path, plan, outcome))
     if outcome.interrupted:
         call.output.error("Interrupted", INTERRUPTED, "interrupted", "repeat it to go on")
