@@ -6,20 +6,28 @@ version of the block. Nothing here knows of journals: whoever calls notes what i
 
 from __future__ import annotations
 
+import threading
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvstore import record
+from kvstore import record, versions
 from kvstore.backends.base import Status
 from kvstore.errors import EngineError, StoreFull
+from kvstore.pages import Pages
 from kvstore.record import HEADER_PAGE, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+    from types import TracebackType
 
     from kvstore.backends.base import U64, Blocks, Engine, Mask, Read
+    from kvstore.events import Records
+
+Positions = np.ndarray
 
 REASONS = {
     Status.MISSING: "its record is missing",
@@ -147,3 +155,51 @@ def _same(image: memoryview, again: memoryview, length: int) -> bool:
     payload = slice(HEADER_PAGE, HEADER_PAGE + length)
     same = np.array_equal(one[:header], other[:header])
     return same and np.array_equal(one[payload], other[payload])
+
+
+class Workers:
+    """Threads that copy batches, each with its own memory; results come in the order of batches."""
+
+    def __init__(
+        self, source: Engine, target: Engine, store: bytes, batch_bytes: int, jobs: int
+    ) -> None:
+        self._engines = source, target
+        self._store = store
+        self._bytes = batch_bytes
+        self._jobs = jobs
+        self._pool = ThreadPoolExecutor(jobs, "migrate")
+        self._waiting: deque[tuple[Positions, Future[Copied]]] = deque()
+        self._own = threading.local()
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(
+        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(wait=True)
+
+    def submit(self, positions: Positions, rows: Records) -> None:
+        self._waiting.append((positions, self._pool.submit(self._copy, rows)))
+
+    def results(self) -> Iterator[tuple[Positions, Copied]]:
+        """Yield what must be taken before more is submitted."""
+        while len(self._waiting) > self._jobs:
+            yield self._next()
+
+    def rest(self) -> Iterator[tuple[Positions, Copied]]:
+        while self._waiting:
+            yield self._next()
+
+    def _next(self) -> tuple[Positions, Copied]:
+        positions, future = self._waiting[0]
+        copied = future.result()
+        self._waiting.popleft()
+        return positions, copied
+
+    def _copy(self, rows: Records) -> Copied:
+        if not hasattr(self._own, "pages"):
+            self._own.pages = [Pages(self._bytes), Pages(self._bytes)]
+        memory = [pages.memory for pages in self._own.pages]
+        (blocks,) = versions.blocks_of(rows)
+        return copy(*self._engines, self._store, blocks, memory)

@@ -186,9 +186,10 @@ def test_root_becomes_the_owner(store: Path) -> None:
     try:
         for path in (base, *base.rglob("*")):
             os.chown(path, owner, owner)
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        ours = [path for path in sys.path if path and not path.startswith(sys.base_prefix)]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(ours)}
         program = "from kvstore.cli import main; main()"
-        call = [SYSTEM_PYTHON, "-c", program, "migrate", base, "--to", "lmdb"]
+        call = [str(SYSTEM_PYTHON), "-c", program, "migrate", str(base), "--to", "lmdb"]
         done = subprocess.run(call, capture_output=True, text=True, env=env, cwd="/")
         assert done.returncode == 0, done.stderr
         assert layout.read(base).engine == "lmdb"

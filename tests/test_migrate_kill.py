@@ -29,14 +29,14 @@ PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from kvstore import former, migrate
+from kvstore import former, migrate, target
 path, what = Path(sys.argv[2]), sys.argv[3]
 if what == "rollback":
     former.go_back(path)
 elif what == "delete":
     former.delete(path)
 else:
-    migrate.BATCH_BLOCKS, migrate.SYNC_BYTES = int(sys.argv[4]), int(sys.argv[5])
+    migrate.BATCH_BLOCKS, target.SYNC_BYTES = int(sys.argv[4]), int(sys.argv[5])
     with migrate.Migration(path, what, min_free=0) as migration:
         rate = int(sys.argv[6]) or None
         migration.run(lambda _blocks, _bytes: None, rate=rate)

@@ -35,7 +35,7 @@ SHAPES: dict[str, Fields] = {
     },
     "lost block": {**NAME, "reason": ("string", "why it could not be written")},
     "left block": {**NAME, "reason": ("string", "why it did not come along")},
-    "finding": {
+    "strange file": {
         "kind": ("string", "a stable id, such as truncated, empty, temporary or duplicate"),
         "path": ("string", "which file"),
         "detail": ("string", "what is wrong with it"),
@@ -301,7 +301,7 @@ DOCUMENTS: dict[str, Fields] = {
         "copied": ("integer", "blocks that were brought in"),
         "present": ("integer", "blocks that the store had"),
         "left": ("list of left block", "blocks that could not be read or put"),
-        "findings": ("list of finding", "files of the source that are no good blocks"),
+        "findings": ("list of strange file", "files of the source that are no good blocks"),
         "dry_run": ("boolean", "nothing was done, and the store was not asked"),
         "interrupted": ("boolean", "it ended by Ctrl-C"),
     },

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from kvstore.backends.base import Finding
-    from kvstore.importers.base import Importer, Listing
+    from kvstore.importers.base import Importer
     from kvstore.importers.store import StoreSource
     from kvstore.keys import NamespaceRecord
     from kvstore.merge import Merged
@@ -22,25 +22,30 @@ if TYPE_CHECKING:
 
 def bring(call: Call, source: str, target: str, /, **how: Any) -> int:  # noqa: ANN401
     """Bring the blocks of SRC into DST; return the exit code."""
-    from kvstore import merge
+    from kvstore import config, merge
 
     name, path = told_apart(source)
     engine, store = told_apart(target)
     _check_target(engine, path, store)
+    record = None if how["namespace"] is None else _record(how["namespace"])
+    size, rate = read_size(how["capacity"], "--capacity"), read_rate(how["rate"])
+    min_free = config.load(call.flags()).settings.min_free
     if store.exists():
         become_owner(store)
     origin = _source(name, path, how)
     try:
         listing = origin.listing()
-        if how["namespace"] is not None:
-            merge.renamed(listing, _record(how["namespace"]))
+        if record is not None:
+            merge.renamed(listing, record)
         if how["dry_run"]:
             found = merge.Merged(len(listing.entries), sum(e.length for e in listing.entries))
             found.findings = listing.findings
             return _tell(call, path, store, found, dry_run=True)
-        size = read_size(how["capacity"], "--capacity")
         merge.make(store, engine, size, merge=how["merge"])
-        return _run(call, origin, listing, (path, store, engine), read_rate(how["rate"]))
+        bringing = merge.Merge(origin, listing, store, engine=engine, min_free=min_free)
+        with call.output.progress(len(listing.entries), "block") as progress:
+            merged = bringing.run(progress.add, rate=rate)
+        return _tell(call, path, store, merged, dry_run=False)
     finally:
         origin.close()
 
@@ -88,24 +93,6 @@ def _record(text: str) -> NamespaceRecord:
     if space.record is None:
         raise UsageError(f"--namespace {text} is an id", "give its record: NAME or @FILE")
     return space.record
-
-
-def _run(
-    call: Call,
-    origin: Importer | StoreSource,
-    listing: Listing,
-    named: tuple[Path, Path, str | None],
-    rate: int | None,
-) -> int:
-    from kvstore import config
-    from kvstore.merge import Merge
-
-    source, store, engine = named
-    min_free = config.load(call.flags()).settings.min_free
-    merge = Merge(origin, listing, store, engine=engine, min_free=min_free)
-    with call.output.progress(len(listing.entries), "block") as progress:
-        merged = merge.run(progress.add, rate=rate)
-    return _tell(call, source, store, merged, dry_run=False)
 
 
 def _tell(call: Call, source: Path, store: Path, merged: Merged, *, dry_run: bool) -> int:

@@ -117,11 +117,12 @@ def migrate(call: Call, /, words: tuple[str, ...], **how: Any) -> int:  # noqa: 
         raise UsageError("migrate wants one thing to do", hint)
     _check_alone(how)
     path = _store(call, words, how["store"])
+    if how["engine"] is not None:
+        return _to_engine(call, path, **how)
+    become_owner(path)
     if how["rollback"]:
         return _go_back(call, path, dry_run=how["dry_run"])
-    if how["delete_source"]:
-        return _delete(call, path, dry_run=how["dry_run"], yes=how["yes"])
-    return _to_engine(call, path, **how)
+    return _delete(call, path, dry_run=how["dry_run"], yes=how["yes"])
 
 
 def _check_alone(how: Mapping[str, Any]) -> None:
@@ -137,7 +138,9 @@ def _to_engine(call: Call, path: Path, **how: Any) -> int:  # noqa: ANN401
     from kvstore.migrate import Migration
 
     size, rate = read_size(how["capacity"], "--capacity"), read_rate(how["rate"])
+    # The configuration is root's, and perhaps nobody else's to read.
     min_free = config.load(call.flags()).settings.min_free
+    become_owner(path)
     with Migration(path, how["engine"], capacity=size, min_free=min_free) as migration:
         if migration.already:
             engine = migration.engine
@@ -151,9 +154,7 @@ def _store(call: Call, words: tuple[str, ...], store: str | None) -> Path:
     named = list(dict.fromkeys([*words, *([] if store is None else [store])]))
     if len(named) > 1:
         raise UsageError(f"two stores are named, {named[0]} and {named[1]}", "name one")
-    path = call.path("store", next(iter(named), None))
-    become_owner(path)
-    return path
+    return call.path("store", next(iter(named), None))
 
 
 def read_rate(text: str | None) -> int | None:
