@@ -38,10 +38,17 @@ def batches(
 
 def _spaces(rows: Records) -> np.ndarray:
     """Return a number for each row that those of its namespace, shard and length of key have."""
-    shards = np.ascontiguousarray(rows["shard"]).view(np.uint8).reshape(len(rows), 2)
-    names = np.column_stack([rows["namespace"], shards, rows["key_length"]])
-    numbers: np.ndarray = np.unique(names, axis=0, return_inverse=True)[1].ravel()
-    return numbers
+    ids = np.ascontiguousarray(rows["namespace"]).view("<u8").reshape(-1, 2)
+    numbers, left = np.zeros(len(rows), np.int64), np.arange(len(rows))
+    for number in range(len(rows)):
+        if not len(left):
+            break
+        # A pass for each namespace: they are few, and sorting the ids takes a minute a million.
+        mine = (ids[left] == ids[left[0]]).all(axis=1)
+        numbers[left[mine]] = number
+        left = left[~mine]
+    spaces: np.ndarray = numbers << 24 | rows["shard"].astype(np.int64) << 8 | rows["key_length"]
+    return spaces
 
 
 def chain_order(rows: Records) -> Positions:

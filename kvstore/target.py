@@ -109,10 +109,10 @@ class Copy:
 
     def check(self) -> None:
         """See that a scan finds every block, and remove what else it finds. Raises EngineError."""
-        wanted, seen = self._copied["generation"], [np.zeros(0, np.uint64)]
+        wanted, seen = np.sort(self._copied["generation"]), [np.zeros(0, np.uint64)]
         for found in self.engine.scan():
             seen.append(found.generations)
-            strange = as_records(found)[~np.isin(found.generations, wanted)]
+            strange = as_records(found)[~_among(wanted, found.generations)[0]]
             for blocks in versions.blocks_of(strange):
                 self.engine.delete_many(blocks)
         missing = len(np.setdiff1d(wanted, np.concatenate(seen)))
@@ -127,13 +127,10 @@ class Copy:
         """Make it a store that was stopped cleanly, with the rows of the source; return how many
         have a block. Rows that did not come along stay as ghosts where others descend from them."""
         rows = rows.copy()
-        order = np.argsort(self._copied["generation"])
-        generations = self._copied["generation"][order]
-        at = np.minimum(np.searchsorted(generations, rows["generation"]), len(generations) - 1)
-        copied = rows["kind"] == Kind.PUT
-        if len(generations):
-            copied &= generations[at] == rows["generation"]
-            rows["place"] = np.where(copied, self._copied["place"][order][at], 0)
+        there = self._copied[np.argsort(self._copied["generation"])]
+        copied, at = _among(there["generation"], rows["generation"])
+        copied &= rows["kind"] == Kind.PUT
+        rows["place"][copied] = there["place"][at[copied]]
         rows["kind"] = np.where(copied, Kind.PUT, Kind.GHOST)
         self._journal.rotate()
         writer = CheckpointWriter(self._directory, self._journal.sequence, self._uuid, self._epoch)
@@ -151,6 +148,14 @@ class Copy:
         # Closed now, not behind the switch: some engines write their last files then.
         self.engine.close()
         return int(copied.sum())
+
+
+def _among(known: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Tell which values are among known ones, which ascend, and where these are."""
+    if not len(known):
+        return np.zeros(len(values), np.bool_), np.zeros(len(values), np.int64)
+    at = np.minimum(np.searchsorted(known, values), len(known) - 1)
+    return known[at] == values, at
 
 
 def _pins(rows: Records, settled: Settled) -> Records:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import mmap
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from kvstore import checkpoint, events, layout, record, versions
+from kvstore import checkpoint, events, former, layout, record, versions
 from kvstore.backends import engine_class, engine_names
 from kvstore.backends.base import EngineContext, Status
 from kvstore.events import Kind
@@ -90,6 +91,12 @@ def holding(path: Path) -> tuple[dict[tuple[bytes, int, bytes], Held], list[byte
     return held, [row["key"].tobytes() for row in rows[order] if row["kind"] == Kind.PUT]
 
 
+def left(path: Path) -> list[str]:
+    """Return the names in a store that have to do with blocks and their way to another engine."""
+    names = os.listdir(path)
+    return sorted(name for name in names if name.startswith(("blocks", former.MIGRATING)))
+
+
 def _name(row: np.void) -> tuple[bytes, int, bytes]:
     return row["namespace"].tobytes(), int(row["shard"]), row["key"][: row["key_length"]].tobytes()
 
@@ -105,4 +112,4 @@ def _read(engine: object, store: bytes, row: np.void) -> tuple[record.Header, by
     return header, bytes(image[4096 : 4096 + length])
 
 
-__all__ = ["ENGINES", "Held", "Local", "block", "fill", "holding", "key", "options"]
+__all__ = ["ENGINES", "Held", "Local", "block", "fill", "holding", "key", "left", "options"]

@@ -169,6 +169,13 @@ def test_a_directory_of_hicache(tmp_path: Path) -> None:
     assert len({one.space.id for one in found.entries}) == 2
 
 
+def test_ranks_beyond_a_shard_are_left(tmp_path: Path) -> None:
+    hicache(tmp_path / "a", 1, "_m_70000_70001")
+    vllm(tmp_path / "b", 1, rank=70000)
+    assert kinds(listing("hicache", tmp_path / "a")) == ["foreign"]
+    assert kinds(listing("vllm-fs", tmp_path / "b")) == ["foreign"]
+
+
 @pytest.mark.parametrize(
     ("rest", "mla", "expected"),
     [
@@ -245,32 +252,32 @@ def test_unknown_names_and_places(tmp_path: Path) -> None:
 # -- into a store ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(IMPORTERS))
-def test_a_directory_is_imported_and_served(daemon: Daemon, tmp_path: Path, name: str) -> None:
-    root = tmp_path / "source"
-    size = 8192 if name == "vllm-fs" else 6000
-    files = MAKERS[name](root, 12)
-    os.truncate(files[11], 4096)
-    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+def test_directories_are_imported_and_served(daemon: Daemon, tmp_path: Path) -> None:
     assert daemon.stop() == 0
-    call = ["migrate", f"{name}:{root}", str(daemon.store), "--merge", "--field", "weights=3f2a"]
-    ran = run_command(*call, "--json")
-    assert ran.code == 3, ran.stderr
-    told = ran.json()
-    assert (told["copied"], told["present"]) == (11, 0)
-    assert [one["kind"] for one in told["findings"]] == ["truncated"]  # type: ignore[attr-defined]
+    for name, make in MAKERS.items():
+        files = make(tmp_path / name, 12)
+        os.truncate(files[11], 4096)
+        before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+        source = f"{name}:{tmp_path / name}"
+        call = ["migrate", source, str(daemon.store), "--merge", "--field", "weights=3f2a"]
+        ran = run_command(*call, "--json")
+        assert ran.code == 3, ran.stderr
+        told = ran.json()
+        assert (told["copied"], told["present"]) == (11, 0)
+        assert [one["kind"] for one in told["findings"]] == ["truncated"]  # type: ignore[attr-defined]
+        assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files} == before
     again = run_command(*call, "--json").json()
     assert (again["copied"], again["present"]) == (0, 11)
-    assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files} == before
     daemon.start()
-    (entry,) = [one for one in listing(name, root, weights="3f2a").entries if one.path == files[3]]
-    record = tmp_path / "record.json"
-    record.write_text(json.dumps(dict(entry.space.record)))
-    where = ["--namespace", f"@{record}", "--shard", str(entry.shard)]
-    got = daemon.run("get", entry.key.hex(), *where, "-o", tmp_path / "out")
-    assert got.code == 0, got.stderr
-    assert (tmp_path / "out").read_bytes() == block(3, size)
-    told = daemon.run("inspect", entry.key.hex(), "--json").json()
+    for name in MAKERS:
+        entry = listing(name, tmp_path / name, weights="3f2a").entries[3]
+        record = tmp_path / "record.json"
+        record.write_text(json.dumps(dict(entry.space.record)))
+        where = ["--namespace", f"@{record}", "--shard", str(entry.shard)]
+        got = daemon.run("get", entry.key.hex(), *where, "-o", tmp_path / "out")
+        assert got.code == 0, got.stderr
+        assert (tmp_path / "out").read_bytes() == entry.path.read_bytes()
+    told = daemon.run("inspect", entry.key.hex(), *where[2:], "--json").json()
     assert told["envelope"]["label"] == f"origin unverified: {name}"  # type: ignore[index]
 
 

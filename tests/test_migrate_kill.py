@@ -18,7 +18,7 @@ import pytest
 from kvstore import former, layout
 from kvstore.errors import NotFound
 from kvstore.migrate import Migration
-from tests.migrating import ENGINES, Local, block, fill, holding, key
+from tests.migrating import ENGINES, Local, block, fill, holding, key, left
 from tests.strace_log import run as traced
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,8 +76,8 @@ def changed(made: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFacto
 
 
 POINTS = [
-    *("migrate.begun", "migrate.made", "migrate.flushed:2", "migrate.saved", "migrate.saved:4"),
-    *("migrate.checked", "migrate.checkpoint", "migrate.finished"),
+    *("migrate.begun", "migrate.made", "migrate.flushed:2", "migrate.saved"),
+    *("migrate.checkpoint", "migrate.finished"),
 ]
 
 
@@ -143,9 +143,7 @@ def test_a_kill_while_the_former_blocks_are_deleted(changed: Path, tmp_path: Pat
             former.go_back(path)
         assert former.delete(path) > 0
         assert layout.read(path).previous is None
-        assert sorted(os.listdir(path)) == sorted(
-            ["STORE.json", "blocks-sqlite", "incoming", "lock", "namespaces", "quarantine"]
-        )
+        assert left(path) == ["blocks-sqlite"]
 
 
 def test_the_copy_is_durable_before_the_store_is_switched(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from kvstore.importers.base import Entry, Importer, Space
+from kvstore.keys import MAX_SHARD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,6 +59,8 @@ class HiCache(Importer):
             return self.finding("foreign", item.path, "its name has no ranks; for MLA: kind=mla")
         model, numbers = parsed
         shard, sizes = _shard(numbers)
+        if shard > MAX_SHARD:
+            return self.finding("foreign", item.path, f"ranks go up to {MAX_SHARD}")
         record = {"model": model, "pool": known["pool"], **sizes}
         space = spaces.setdefault(repr(record), self.space(record))
         found = item.stat(follow_symlinks=False)
@@ -103,4 +106,4 @@ def _shard(numbers: Numbers) -> tuple[int, Numbers]:
             shard += numbers[f"{part}_rank"] * factor
             factor *= numbers[f"{part}_size"]
     sizes = {name: value for name, value in numbers.items() if not name.endswith("_rank")}
-    return shard & 0xFFFF, sizes
+    return shard, sizes

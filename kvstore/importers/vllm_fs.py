@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kvstore import files
 from kvstore.errors import CorruptStore
 from kvstore.importers.base import Entry, Importer, Space
+from kvstore.keys import MAX_SHARD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,7 +58,9 @@ class VllmFs(Importer):
             space = spaces[base]
             if known["rank"] is None:
                 continue
-            if isinstance(space, str):
+            if int(known["rank"]) > MAX_SHARD:
+                yield self.finding("foreign", folder.path, f"ranks go up to {MAX_SHARD}")
+            elif isinstance(space, str):
                 yield self.finding("config", folder.path, space)
             else:
                 yield from self._rank(folder, space, int(known["rank"]))
