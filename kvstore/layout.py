@@ -235,8 +235,8 @@ def _previous(document: Mapping[str, object]) -> Previous | None:
     found = document.get("previous")
     if found is None:
         return None
-    if not isinstance(found, dict):
-        raise CorruptStore("previous is no object")
+    if not isinstance(found, dict) or found.get("blocks") == document.get("blocks"):
+        raise CorruptStore("previous is no object, or has the directory of the blocks")
     return Previous(
         engine=_name(found, "engine"),
         engine_options=_options(found),
