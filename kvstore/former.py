@@ -141,6 +141,8 @@ def go_back(path: Path) -> Back:
             return Back(record.engine, coming.engine, freed)
         former = _former(path, record)
         _check_unchanged(path, record, former)
+        # A kill may have left it behind the change: it must not pass for a copy to go on with.
+        forget_coming(path)
         # ``opens`` stays: numbers of versions are never given twice, whatever engine has them.
         layout.write(
             path,

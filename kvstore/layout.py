@@ -455,13 +455,19 @@ def directory_bytes(path: Path) -> int:
     return total
 
 
+def leftovers(path: Path, record: StoreRecord) -> list[Path]:
+    """Return directories of blocks that STORE.json does not name: copies that were not finished,
+    and what is being removed."""
+    kept = {record.blocks, record.previous.blocks if record.previous else ""}
+    names = sorted(os.listdir(path))
+    return [path / name for name in names if name.startswith(BLOCKS) and name not in kept]
+
+
 def kept_bytes(path: Path, record: StoreRecord) -> int:
-    """Return what changes of the engine have left beside the blocks: the former ones, and copies
-    that were not finished. The former ones are not looked at: nobody changes them."""
-    previous = record.previous
-    kept = {record.blocks, previous.blocks if previous else ""}
-    left = [name for name in os.listdir(path) if name.startswith(BLOCKS) and name not in kept]
-    return (previous.bytes if previous else 0) + sum(directory_bytes(path / name) for name in left)
+    """Return what changes of the engine have left beside the blocks. Former ones are not looked at:
+    nobody changes them."""
+    left = sum(map(directory_bytes, leftovers(path, record)))
+    return left + (record.previous.bytes if record.previous else 0)
 
 
 def boot_id() -> bytes:

@@ -38,7 +38,7 @@ from kvstore.killpoints import reach
 from kvstore.opening import Options, open_store, reserve
 from kvstore.order import batches
 from kvstore.settle import settle
-from kvstore.space import RESERVE_SHARE, check_capacity, default_floor
+from kvstore.space import RESERVE_SHARE, Space, check_capacity, default_floor
 from kvstore.target import Copy
 
 if TYPE_CHECKING:
@@ -129,7 +129,8 @@ class Migration:
         if found.read_only_reason:
             raise ReadOnly(f"the store at {self.path} takes no writes: {found.read_only_reason}")
         self._loaded = checkpoint.load(self.path / found.blocks, found.uuid, found.epoch)
-        self._settled = settle(self._loaded.events)
+        lasting = engine_class(found.engine).capabilities.persistent
+        self._settled = settle(self._loaded.events if lasting else self._loaded.events[:0])
         self._rows = self._settled.rows
         self._live: np.ndarray = self._rows["kind"] == Kind.PUT
         coming = former.read_coming(self.path, found)
@@ -143,11 +144,10 @@ class Migration:
         return self._record.engine == self.engine
 
     def _new_record(self) -> StoreRecord:
-        capacity = self._capacity or self._record.capacity_bytes
         return replace(
             self._record,
             engine=self.engine,
-            engine_options=self._class.options_for(capacity),
+            engine_options=self._class.options_for(self._new_capacity),
             blocks=f"{layout.BLOCKS}-{self.engine}",
             epoch=self._record.epoch + 1,
             previous=None,
@@ -189,7 +189,7 @@ class Migration:
             needed_bytes=int(coming * factor) + len(self._rows) * ROW_BYTES,
         )
         self._check_largest(int(sizes[self._live].max(initial=0)))
-        self._check_room(plan.needed_bytes)
+        self._check_room(plan)
         return plan
 
     def _done(self) -> np.ndarray:
@@ -211,26 +211,45 @@ class Migration:
                 "raise --capacity, or choose another engine",
             )
 
-    def _check_room(self, needed: int) -> None:
-        capacity = self._capacity or self._record.capacity_bytes
-        used = layout.directory_bytes(self.path)
-        if used + needed > capacity:
+    def _check_room(self, plan: Plan) -> None:
+        """Refuse what the daemon would have to evict, or what the filesystem cannot hold."""
+        going = [self.path / self._coming.blocks, *layout.leftovers(self.path, self._record)]
+        going_bytes = sum(map(layout.directory_bytes, dict.fromkeys(going)))
+        found, floor = os.statvfs(self.path), self._min_free
+        if floor is None:
+            floor = default_floor(found.f_blocks * found.f_frsize)
+        room = self._room(layout.directory_bytes(self.path) - going_bytes)
+        if plan.bytes > room:
             raise StoreFull(
-                f"the copy needs {needed} bytes, and the store takes {used} of the {capacity} "
-                "bytes that it may",
+                f"the blocks take {plan.bytes} bytes, and beside the former ones {self.path} has "
+                f"room for {room} of the {self._new_capacity} bytes that it may take",
                 "raise that with --capacity SIZE; once the former blocks are deleted, serve "
                 "--capacity lowers it again",
             )
-        found = os.statvfs(self.path)
-        free, floor = found.f_bavail * found.f_frsize, self._min_free
-        if floor is None:
-            floor = default_floor(found.f_blocks * found.f_frsize)
-        if free - needed < floor:
+        stale = 0 if self._earlier else going_bytes
+        free = found.f_bavail * found.f_frsize + stale
+        if free - plan.needed_bytes < floor:
             raise StoreFull(
-                f"the copy needs {needed} bytes, the filesystem of {self.path} has {free} free, of "
-                f"which {floor} stay free (min_free)",
+                f"the copy needs {plan.needed_bytes} bytes, the filesystem of {self.path} has "
+                f"{free} free, of which {floor} stay free (min_free)",
                 "free some space, or have blocks leave first with kvstore evict",
             )
+
+    def _room(self, other: int) -> int:
+        """Return the live bytes at which eviction begins, beside so many other bytes."""
+        abilities = self._class.capabilities
+        space = Space(
+            self._new_capacity,
+            abilities.space_factor,
+            0,
+            frees_space=abilities.frees_space,
+            fixed_slots=abilities.fixed_slots,
+        )
+        return max(0, space.high(other))
+
+    @property
+    def _new_capacity(self) -> int:
+        return self._capacity or self._record.capacity_bytes
 
     # -- the run ----------------------------------------------------------------------------------
 
@@ -281,7 +300,7 @@ class Migration:
                 store_uuid=of.uuid,
                 options=of.engine_options,
                 read_only=read_only,
-                capacity=self._capacity or of.capacity_bytes,
+                capacity=self._new_capacity,
             )
         )
 
@@ -300,7 +319,7 @@ class Migration:
             raise files.translate(error, f"make {directory}") from error
         self._engine(self._coming).create()
         reach("migrate.made")
-        unit = reserve(self._capacity or self._coming.capacity_bytes)
+        unit = reserve(self._new_capacity)
         Journal.create(directory, 1, self._coming.uuid, self._coming.epoch, unit).close()
         return None
 
@@ -330,7 +349,7 @@ class Migration:
 
     def _bound(self, target: Engine) -> None:
         """Keep files that are made ahead of use within the capacity, the former blocks included."""
-        capacity = self._capacity or self._record.capacity_bytes
+        capacity = self._new_capacity
         own = layout.directory_bytes(self.path / self._coming.blocks)
         other = layout.directory_bytes(self.path) - own
         target.allow(capacity - max(other, capacity // RESERVE_SHARE))
@@ -386,7 +405,7 @@ class Migration:
                 engine_options=coming.engine_options,
                 blocks=coming.blocks,
                 epoch=coming.epoch,
-                capacity_bytes=self._capacity or old.capacity_bytes,
+                capacity_bytes=self._new_capacity,
                 previous=previous,
             ),
         )

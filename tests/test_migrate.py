@@ -78,6 +78,25 @@ def test_a_store_without_blocks(tmp_path: Path) -> None:
     assert holding(tmp_path / "store") == ({}, [])
 
 
+def test_an_engine_that_forgets_has_nothing_to_copy(tmp_path: Path) -> None:
+    local = Local(tmp_path / "store", engine="memory")
+    local.put([key(1)], [block(1)])
+    local.stop()
+    assert change(tmp_path / "store", "sqlite").copied == 0
+    assert holding(tmp_path / "store") == ({}, [])
+
+
+def test_a_journal_that_is_torn_is_mended_first(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    fill(path, "filesystem", 8, capacity=CAPACITY)
+    for journal in (path / "blocks").glob("journal.*"):
+        journal.write_bytes(b"")
+    assert change(path, "sqlite").copied == 12
+    local = Local(path, capacity=None)
+    assert local.get([key(1), key(3)]) == [block(1, 700), None]
+    local.stop()
+
+
 def test_a_store_that_was_killed_is_brought_to_rest_first(tmp_path: Path) -> None:
     path = tmp_path / "store"
     fill(path, "filesystem", 24, clean=False, capacity=CAPACITY)
@@ -170,7 +189,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         Migration(path, "lmbd")
     with Migration(path, "filesystem") as migration:
         assert migration.already
-    with pytest.raises(StoreFull, match=r"the 67108864 bytes.*--capacity"):
+    with pytest.raises(StoreFull, match=r"room for \d+ of the 67108864 bytes.*--capacity"):
         change(path, "lmdb")
     with (
         Migration(path, "lmdb", capacity=128 * MIB, min_free=1 << 50) as migration,

@@ -113,8 +113,10 @@ def test_a_kill_behind_the_switch(made: Callable[[Path], Path], tmp_path: Path) 
     assert holding(path) == before
     with Migration(path, "lmdb") as migration:
         assert migration.already
+    assert (path / former.MIGRATING).exists()
     assert former.go_back(path).given_up == ""
     assert holding(path) == before
+    assert left(path) == ["blocks"]
 
 
 def test_a_kill_while_going_back(changed: Path, tmp_path: Path) -> None:
@@ -123,6 +125,7 @@ def test_a_kill_while_going_back(changed: Path, tmp_path: Path) -> None:
         path = tmp_path / point
         shutil.copytree(changed, path)
         killed(path, "rollback", point)
+        assert not (path / former.MIGRATING).exists()
         assert layout.read(path).engine == "filesystem"
         assert holding(path) == before
         with Migration(path, "sqlite", min_free=0) as migration:
