@@ -116,7 +116,8 @@ def test_what_vllm_leaves_is_told_apart(tmp_path: Path) -> None:
     os.truncate(made[1], 4095)
     os.truncate(made[2], 0)
     write(made[3].parent / f"{digest(3)}.bin_123.tmp", b"x")
-    write(made[3].parents[2] / ".o_direct_probe_7.tmp", b"")
+    base = made[3].parents[3] / f"org_tiny_{digest_of(CONFIG)}"
+    write(base / ".o_direct_probe_7.tmp", b"")
     write(made[3].parent / f"{digest(77)}.bin", block(1, 8192))
     (made[4].parent / "notes.txt").write_text("mine")
     made[5].unlink()
@@ -193,9 +194,20 @@ def test_ranks_beyond_a_shard_are_left(tmp_path: Path) -> None:
         ("m_2_2", False, None),
         ("m_x_1", True, ("m_x_1", {})),
         (
-            *("m_tp8_dcp1_4_page64", False),
-            ("m", {"tp_size": 8, "dcp_rank": 1, "dcp_size": 4, "page": 64}),
+            *("m_cp0_2_tp8_dcp1_4_page64", False),
+            (
+                "m",
+                {
+                    "tp_size": 8,
+                    "dcp_rank": 1,
+                    "dcp_size": 4,
+                    "page": 64,
+                    "cp_rank": 0,
+                    "cp_size": 2,
+                },
+            ),
         ),
+        ("_0_1", False, ("", {"tp_rank": 0, "tp_size": 1})),
     ],
 )
 def test_suffixes_of_hicache(

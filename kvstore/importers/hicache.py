@@ -24,15 +24,18 @@ if TYPE_CHECKING:
 
 _FILE = re.compile(r"(?P<hash>[0-9a-f]{64})(?:\.(?P<pool>[A-Za-z0-9-]+))?_(?P<rest>.+)\.bin")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp")
-_CP = re.compile(r"(?P<before>.+)_cp(?P<cp_rank>\d+)_(?P<cp_size>\d+)")
+_CP = re.compile(r"(?P<before>.*)_cp(?P<cp_rank>\d+)_(?P<cp_size>\d+)")
 _DCP = re.compile(
-    r"(?P<before>.+)_tp(?P<tp_size>\d+)_dcp(?P<dcp_rank>\d+)_(?P<dcp_size>\d+)_page(?P<page>\d+)"
+    r"(?P<before>.*)_tp(?P<tp_size>\d+)_dcp(?P<dcp_rank>\d+)_(?P<dcp_size>\d+)_page(?P<page>\d+)"
 )
 _PP = re.compile(
-    r"(?P<model>.+)_(?P<tp_rank>\d+)_(?P<tp_size>\d+)_(?P<pp_size>\d+)_(?P<pp_rank>\d+)"
+    r"(?P<model>.*)_(?P<tp_rank>\d+)_(?P<tp_size>\d+)_(?P<pp_size>\d+)_(?P<pp_rank>\d+)"
 )
-_TP = re.compile(r"(?P<model>.+)_(?P<tp_rank>\d+)_(?P<tp_size>\d+)")
-_MLA_PP = re.compile(r"(?P<model>.+)_(?P<pp_size>\d+)_(?P<pp_rank>\d+)")
+_TP = re.compile(r"(?P<model>.*)_(?P<tp_rank>\d+)_(?P<tp_size>\d+)")
+_MLA_PP = re.compile(r"(?P<model>.*)_(?P<pp_size>\d+)_(?P<pp_rank>\d+)")
+
+SHARDED = ("mamba",)
+"""Pools whose state each tp rank has its own of, also with MLA."""
 
 Numbers = dict[str, int]
 
@@ -54,7 +57,8 @@ class HiCache(Importer):
         known = _FILE.fullmatch(item.name)
         if known is None or not item.is_file(follow_symlinks=False):
             return self.finding("foreign", item.path, "no page of HiCache")
-        parsed = parse(known["rest"], mla=self.fields.get("kind") == "mla")
+        mla = self.fields.get("kind") == "mla"
+        parsed = parse(known["rest"], mla=mla, sharded=known["pool"] in SHARDED)
         if parsed is None:
             return self.finding("foreign", item.path, "its name has no ranks; for MLA: kind=mla")
         model, numbers = parsed
@@ -68,15 +72,16 @@ class HiCache(Importer):
         return Entry(space, shard, key, found.st_size, found.st_mtime, Path(item.path))
 
 
-def parse(rest: str, *, mla: bool) -> tuple[str, Numbers] | None:
+def parse(rest: str, *, mla: bool, sharded: bool = False) -> tuple[str, Numbers] | None:
     """Return the model and the numbers that a suffix (without its first "_") names; None if it
-    cannot be one. A model's name may itself end in numbers: a rank must be below its size."""
+    cannot be one. A model's name may itself end in numbers: a rank must be below its size.
+    ``sharded``: the tp part is there whatever the model."""
     numbers: Numbers = {}
-    for pattern in (_CP, _DCP):
+    for pattern in (_DCP, _CP):
         if known := pattern.fullmatch(rest):
             numbers |= {k: int(v) for k, v in known.groupdict().items() if k != "before"}
             rest = known["before"]
-    if mla or "dcp_size" in numbers:
+    if not sharded and (mla or "dcp_size" in numbers):
         known = _MLA_PP.fullmatch(rest)
         found = None if known is None else _numbers(known)
         return (known["model"], numbers | found) if known and found else (rest, numbers)

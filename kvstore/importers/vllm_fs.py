@@ -57,6 +57,8 @@ class VllmFs(Importer):
                 spaces[base] = self._space(base, known["digest"])
             space = spaces[base]
             if known["rank"] is None:
+                strays = map(self._stray, _sorted(Path(folder.path)))
+                yield from (one for one in strays if one.kind == "temporary")
                 continue
             if int(known["rank"]) > MAX_SHARD:
                 yield self.finding("foreign", folder.path, f"ranks go up to {MAX_SHARD}")
