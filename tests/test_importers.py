@@ -170,6 +170,15 @@ def test_a_directory_of_hicache(tmp_path: Path) -> None:
     assert len({one.space.id for one in found.entries}) == 2
 
 
+@pytest.mark.parametrize(
+    "pool", ["mamba", "auxiliary_swa", "draft", "draft_swa", "deepseek_v4_c4_indexer_scale"]
+)
+def test_pools_of_hicache(tmp_path: Path, pool: str) -> None:
+    hicache(tmp_path, 1, f".{pool}_org_model_0_1")
+    (entry,) = listing("hicache", tmp_path).entries
+    assert (entry.space.record["pool"], entry.space.record["model"]) == (pool, "org_model")
+
+
 def test_ranks_beyond_a_shard_are_left(tmp_path: Path) -> None:
     hicache(tmp_path / "a", 1, "_m_70000_70001")
     vllm(tmp_path / "b", 1, rank=70000)

@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
     from kvstore.backends.base import Finding
 
-_FILE = re.compile(r"(?P<hash>[0-9a-f]{64})(?:\.(?P<pool>[A-Za-z0-9-]+))?_(?P<rest>.+)\.bin")
+_POOL = (
+    r"auxiliary_swa|draft_indexer|draft_swa"
+    r"|deepseek_v4_c\d+(?:_indexer(?:_scale|_state)?|_rope|_state)?|[A-Za-z0-9-]+"
+)
+"""The names of pools in 0.5.23 that have a "_", and any without."""
+_FILE = re.compile(rf"(?P<hash>[0-9a-f]{{64}})(?:\.(?P<pool>{_POOL}))?_(?P<rest>.+)\.bin")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp")
 _CP = re.compile(r"(?P<before>.*)_cp(?P<cp_rank>\d+)_(?P<cp_size>\d+)")
 _DCP = re.compile(
