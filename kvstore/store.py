@@ -342,6 +342,7 @@ class Store:
             "dirty_bytes": core.writer.dirty_bytes,
             "queued_blocks": core.writer.queued_blocks,
             "quarantine_bytes": core.quarantine.bytes,
+            "kept_bytes": core.kept_bytes,
             "journal_bytes": core.journal.physical_bytes
             + core.journal_bytes_before
             + core.checkpoint_bytes,

@@ -217,6 +217,7 @@ def test_what_is_kept_counts_until_it_is_deleted(changed: Path) -> None:
     assert kept is not None
     local = Local(changed, capacity=None)
     status = local.store.status()
+    assert status["kept_bytes"] == kept.bytes
     real = layout.directory_bytes(changed)
     assert abs(int(str(status["used_bytes"])) - real) < real // 4
     assert any("former blocks (filesystem)" in str(note) for note in status["notes"])  # type: ignore[attr-defined]

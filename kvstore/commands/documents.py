@@ -125,6 +125,7 @@ _STORE: Fields = {
     "used_bytes": ("integer", "what the directory takes on disk, as du counts it"),
     "journal_bytes": ("integer", "of these, journal and checkpoint"),
     "quarantine_bytes": ("integer", "of these, copies of damaged records"),
+    "kept_bytes": ("integer", "of these, former blocks and copies that migrate has not finished"),
 }
 _DAEMON: Fields = {
     "state": ("string", "ready, degraded or draining; recovering see below"),
