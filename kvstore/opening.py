@@ -108,7 +108,7 @@ def _fill_store(path: Path, options: Options) -> StoreRecord:
     engine = _engine(path, record, options)
     engine.create()
     Journal.create(
-        path / record.blocks, 1, record.uuid, record.epoch, _reserve(record.capacity_bytes)
+        path / record.blocks, 1, record.uuid, record.epoch, reserve(record.capacity_bytes)
     ).close()
     Namespaces(path / layout.NAMESPACES).open(named(DEFAULT_NAMESPACE), create=True)
     layout.write(path, record)
@@ -119,7 +119,7 @@ def _engine_name(name: str | None) -> str | None:
     return plain_name(name) if name else None
 
 
-def _reserve(capacity: int) -> int:
+def reserve(capacity: int) -> int:
     return min(max(capacity // 100, MIN_RESERVE), MAX_RESERVE)
 
 
@@ -165,7 +165,7 @@ class Opening:
         if wanted and wanted != record.engine:
             raise ConfigError(
                 f"the store at {self.path} uses the engine {record.engine}, not {wanted}",
-                "drop the setting, or choose another place: no command converts a store yet",
+                f"drop the setting, or change the engine with kvstore migrate --to {wanted}",
             )
         if self.options.capacity is not None:
             check_capacity(self.options.capacity)
@@ -311,6 +311,7 @@ class Opening:
             generation=max(record.opens << 32, settled.max_generation),
             checkpoint_bytes=loaded.checkpoint_bytes,
             journal_bytes_before=loaded.earlier_journal_bytes,
+            kept_bytes=layout.kept_bytes(self.path, record),
             may_evict=self.options.when_full == "evict",
             scrub_rate=self.options.scrub_rate,
         )
@@ -339,7 +340,7 @@ class Opening:
             max(loaded.sequence + 1, 2),
             record.uuid,
             record.epoch,
-            _reserve(record.capacity_bytes),
+            reserve(record.capacity_bytes),
         )
 
     def _adopt_rows(self, core: Core, settled: Settled) -> None:

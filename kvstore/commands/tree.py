@@ -46,6 +46,7 @@ PLACES = {
     "get": Place("blocks", "get", "Write the block under KEY to a file or, without -o, to a pipe."),
     "inspect": Place("look", "inspect", "Show what a store holds, or one block."),
     "list": Place("blocks", "list_blocks", "List blocks, one a line: NAMESPACE-ID SHARD KEY."),
+    "migrate": Place("migrating", "migrate", "Change the engine of a store, or bring blocks in."),
     "pin": Place("pins", "pin", "Keep blocks from being evicted for a time."),
     "pins": Place("pins", "pins", "List pinned blocks."),
     "put": Place("blocks", "put", "Store one block under KEY (hexadecimal, 1 to 64 bytes)."),
