@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_right
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from kvstore.backends.raw import Extent, Search, StreamSalvage, ends_with_number
+from kvstore.backends.keyvalue import HEADERS, name_of
+from kvstore.backends.leveldbkeys import keys_of_batch, keys_of_table
+from kvstore.backends.raw import Extent, Names, Search, StreamSalvage, ends_with_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvstore.backends.raw import Extents, Pieces
+    from kvstore.record import Header
 
 _TABLES = (".ldb", ".sst")
 _LOG = ".log"
@@ -45,19 +49,53 @@ class LeveldbSalvage(StreamSalvage):
             for size in range(1, _LENGTH_BYTES + 1)
         )
 
+    @cached_property
+    def names(self) -> Names:
+        return Names(())  # one table of many lists a part of the names only: see buried
+
     def search(self, file: int, pieces: Pieces) -> None:
         if not self.files.paths[file].endswith(_LOG):
             super().search(file, pieces)
             return
-        log = _Log(list(self._fragments(file)))
+        log = _Log([extent for extent, _ in self._fragments(file)])
 
         def read(offset: int, size: int) -> bytes:
             return b"".join(self.files.read(*extent) for extent in log.extents(offset, size))
 
         self.collect(Search(read, log.size), log.extents, pieces)
 
-    def _fragments(self, file: int) -> Iterator[Extent]:
-        """Yield what the fragments of a log hold, as far as their headers make sense.
+    def buried(self, header: Header) -> bool:
+        return name_of(header) in self._deleted
+
+    @cached_property
+    def _deleted(self) -> frozenset[bytes]:
+        """Names that a deletion names which can be read. No name is ever used twice."""
+        found: set[bytes] = set()
+        for file, path in enumerate(self.files.paths):
+            if self.wanted(path):
+                keys = self._log_keys(file) if path.endswith(_LOG) else self._table_keys(file)
+                found.update(
+                    key[len(HEADERS) :] for key, there in keys if not there and key[:1] == HEADERS
+                )
+        return frozenset(found)
+
+    def _table_keys(self, file: int) -> Iterator[tuple[bytes, bool]]:
+        def read(offset: int, size: int) -> bytes:
+            return self.files.read(file, offset, size)
+
+        return keys_of_table(read, self.files.sizes[file])
+
+    def _log_keys(self, file: int) -> Iterator[tuple[bytes, bool]]:
+        batch = bytearray()
+        for extent, kind in self._fragments(file):
+            if kind in (_WHOLE, _FIRST):
+                yield from keys_of_batch(bytes(batch))
+                batch.clear()
+            batch += self.files.read(*extent)
+        yield from keys_of_batch(bytes(batch))
+
+    def _fragments(self, file: int) -> Iterator[tuple[Extent, int]]:
+        """Yield what the fragments of a log hold, with their types, as far as that makes sense.
 
         Where the header of a block does not, the whole block is taken for the middle of a record,
         as most are.
@@ -70,9 +108,9 @@ class LeveldbSalvage(StreamSalvage):
                 at += _FRAGMENT.size
                 if not (_WHOLE <= kind <= _LAST and at + length <= len(block)):
                     if at == _FRAGMENT.size:
-                        yield Extent(file, start + at, len(block) - at)
+                        yield Extent(file, start + at, len(block) - at), _MIDDLE
                     break
-                yield Extent(file, start + at, length)
+                yield Extent(file, start + at, length), kind
                 at += length
 
 

@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
-from kvstore.backends.keyvalue import PIECE_BYTES
+from kvstore.backends.keyvalue import PIECE_BYTES, name_of
 from kvstore.errors import CorruptBlock
 from kvstore.record import HEADER_PAGE, MAGIC, Header, Verdict, decode, image_bytes, judge
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from kvstore.backends.base import EngineContext
@@ -336,7 +336,35 @@ class Pieces:
             yield Raw(header, head, tuple(tuple(found.get(n, ())) for n in range(count)))
 
 
-class StreamSalvage(Salvage):
+class Names:
+    """The names of records that a library's own table lists. None at all where it says nothing.
+
+    A record up to the newest of them that is not among them was deleted; a newer one may have come
+    in after that state of the table.
+    """
+
+    def __init__(self, names: Iterable[bytes]) -> None:
+        self._names = frozenset(names)
+        self._newest = max((name[:8] for name in self._names), default=b"")
+
+    def lacks(self, header: Header) -> bool:
+        name = name_of(header)
+        return name[:8] <= self._newest and name not in self._names
+
+
+class TableSalvage(Salvage):
+    """For key/value engines: what their own table says of deletions is in ``names``."""
+
+    @property
+    @abstractmethod
+    def names(self) -> Names:
+        """What the table lists, as far as it can be read; looked at once."""
+
+    def buried(self, header: Header) -> bool:
+        return self.names.lacks(header)
+
+
+class StreamSalvage(TableSalvage):
     """For files in which the value of a piece lies in one run of bytes."""
 
     @abstractmethod

@@ -11,9 +11,19 @@ Format: https://sqlite.org/fileformat2.html, sections 1.6, 2 and 4; pages have 6
 from __future__ import annotations
 
 import struct
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from kvstore.backends.raw import Extent, Pieces, Salvage, Search, ends_with_number, piece_of
+from kvstore.backends.keyvalue import HEADERS
+from kvstore.backends.raw import (
+    Extent,
+    Names,
+    Pieces,
+    Search,
+    TableSalvage,
+    ends_with_number,
+    piece_of,
+)
 from kvstore.backends.sqlite import FILE, PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -28,16 +38,19 @@ _LOG_HEADER, _SALTS, _FRAME = 32, 16, 24
 """Bytes of the log's header, where its salts stand in it, bytes before each page."""
 _KINDS = (b"\x02", b"\x05", b"\x0a", b"\x0d", b"S")
 """What the pages of trees begin with; the first page begins with the name of the format."""
+_INNER, _LEAF = b"\x02", b"\x0a"
+_HEADERS_ROOT = 2
+"""The table of headers is the first one made, so its tree begins on the first page that is free."""
 _NEXT = struct.Struct(">I")
 _NUMBER_BYTES = 4
 _NAME_BYTES = 8 + 16 + 2 + 1
 """Of the name of a record, besides its key."""
 
 
-class SqliteSalvage(Salvage):
+class SqliteSalvage(TableSalvage):
     def find(self) -> Iterator[Raw | Remains]:
         pieces, pages = Pieces(), dict(self._in_file())
-        frames = dict(self._in_log())
+        frames = {number: page for number, page, _ in self._in_log()}
         self._collect(pages, list(pages.values()), pieces)
         self._collect({**pages, **frames}, list(frames.values()), pieces)
         yield from pieces.records()
@@ -48,16 +61,49 @@ class SqliteSalvage(Salvage):
                 for number in range(-(-self.files.sizes[file] // PAGE_BYTES)):
                     yield number + 1, Extent(file, number * PAGE_BYTES, PAGE_BYTES)
 
-    def _in_log(self) -> Iterator[tuple[int, Extent]]:
-        """Yield the pages in the log that belong to its newest round, in order."""
+    @cached_property
+    def names(self) -> Names:
+        pages, waiting = dict(self._in_file()), dict[int, Extent]()
+        for number, page, commits in self._in_log():
+            waiting[number] = page
+            if commits:
+                pages |= waiting
+                waiting = {}
+        try:
+            return Names(self._keys(pages))
+        except (IndexError, ValueError, struct.error):
+            return Names(())
+
+    def _keys(self, pages: _Pages) -> Iterator[bytes]:
+        """Yield the names in the tree of headers. Raises ValueError where it cannot be walked."""
+        waiting, most = [_HEADERS_ROOT], len(pages)
+        while waiting:
+            extent = pages.get(waiting.pop())
+            page = self.files.read(*extent) if extent else b""
+            most -= 1
+            if page[:1] not in (_INNER, _LEAF) or most < 0:
+                raise ValueError(page[:1])
+            inner = page[:1] == _INNER
+            count, start = int.from_bytes(page[3:5], "big"), 12 if inner else 8
+            if inner:
+                waiting.append(_NEXT.unpack_from(page, 8)[0])
+            for at in range(start, start + 2 * count, 2):
+                cell = int.from_bytes(page[at : at + 2], "big")
+                if inner:
+                    waiting.append(_NEXT.unpack_from(page, cell)[0])
+                yield _key_of(page, cell + (_NEXT.size if inner else 0))[len(HEADERS) :]
+
+    def _in_log(self) -> Iterator[tuple[int, Extent, bool]]:
+        """Yield the pages in the log that belong to its newest round, in order, and whether each
+        ends a transaction."""
         for file, path in enumerate(self.files.paths):
             if path == _LOG:
                 salts = self.files.read(file, _SALTS, 2 * _NEXT.size)
                 for start in range(_LOG_HEADER, self.files.sizes[file], _FRAME + PAGE_BYTES):
                     frame = self.files.read(file, start, _FRAME)
                     if len(frame) == _FRAME and frame[8:16] == salts:
-                        number = _NEXT.unpack_from(frame)[0]
-                        yield number, Extent(file, start + _FRAME, PAGE_BYTES)
+                        number, commits = struct.unpack_from(">2I", frame)
+                        yield number, Extent(file, start + _FRAME, PAGE_BYTES), bool(commits)
 
     def _collect(self, pages: _Pages, where: list[Extent], pieces: Pieces) -> None:
         """Collect the pieces that begin in some pages; ``pages`` are all, to follow chains.
@@ -111,6 +157,26 @@ class SqliteSalvage(Salvage):
             found.append(Extent(file, link + _NEXT.size, part))
             left -= part
         return tuple(found)
+
+
+def _key_of(page: bytes, at: int) -> bytes:
+    """Return the key in a cell of the tree of headers: length, record header, then the key."""
+    _, at = _varint(page, at)
+    size, body = _varint(page, at)
+    kind, _ = _varint(page, body)
+    length = (kind - 12) // 2
+    key = page[at + size : at + size + length]
+    if not key.startswith(HEADERS) or len(key) != length:
+        raise ValueError(kind)
+    return key
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Return a number of 7 bits a byte, high ones first, and what follows it."""
+    value = 0
+    while data[at] & 0x80:
+        value, at = value << 7 | data[at] & 0x7F, at + 1
+    return value << 7 | data[at], at + 1
 
 
 def _local_bytes(value: int, key: int) -> int:

@@ -48,6 +48,11 @@ PLACES = {
     "pin": Place("pins", "pin", "Keep blocks from being evicted for a time."),
     "pins": Place("pins", "pins", "List pinned blocks."),
     "put": Place("blocks", "put", "Store one block under KEY (hexadecimal, 1 to 64 bytes)."),
+    "recover": Place(
+        "recover",
+        "recover",
+        "Make a store that is damaged open again, with every block that is whole.",
+    ),
     "serve": Place("daemon", "serve", "Run the daemon in the foreground until SIGTERM."),
     "status": Place("watch", "status", "Show how the daemon and its store are doing."),
     "top": Place("watch", "top", "Show what the daemon does, line by line."),
