@@ -155,15 +155,15 @@ def _next(survey: Survey, **changes: str) -> StoreRecord:
 def _reindex(survey: Survey, keeping: Keeping, seen: Seen) -> None:
     """Write a new index for records that stay where they are; move the others there."""
     found = _next(survey)
-    entries = _settle(survey, found, seen)
     for damaged in survey.damaged:
         keeping.keep(damaged, copy=True)
     keeping.finish()
-    write_index(survey.blocks, found, entries, survey.history)
-    layout.write(survey.path, found)
     for damaged in survey.damaged:
         if damaged.extent is not None:
             survey.salvage.remove(damaged.extent)
+    entries = _settle(survey, found, seen)
+    write_index(survey.blocks, found, entries, survey.history)
+    layout.write(survey.path, found)
     _remove_stale(survey)
 
 
@@ -183,7 +183,10 @@ def _settle(survey: Survey, found: StoreRecord, seen: Seen) -> list[Entry]:
             complete=True,
         )
         moving = [one for one in survey.kept if one.raw.place is None]
-        moved = list(copy_records(survey.salvage, moving, engine, seen))
+        if survey.salvage.rename([one.raw for one in moving]):
+            moved = [Entry(one, 0) for one in moving]
+        else:
+            moved = list(copy_records(survey.salvage, moving, engine, seen))
         engine.flush()
     finally:
         engine.close()
@@ -192,13 +195,13 @@ def _settle(survey: Survey, found: StoreRecord, seen: Seen) -> list[Entry]:
 
 def _remove_stale(survey: Survey) -> None:
     """Remove what is there once more, or was superseded or deleted, where a scan would find it."""
-    salvage, kept = survey.salvage, {one.raw.identity for one in survey.kept}
+    salvage, kept = survey.salvage, {one.raw.identity: one.raw for one in survey.kept}
     if salvage.forgets:
         return
-    moved = [one.raw for one in survey.kept if one.raw.place is None]
-    for raw in (*survey.stale, *moved):
-        ended = raw.header.generation in survey.history.given_up
-        if raw.whole is not None and (ended or raw.identity in kept):
+    used = {salvage.files.paths[raw.whole.file] for raw in kept.values() if raw.whole}
+    for raw in survey.stale:
+        ended = raw.header.generation in survey.history.given_up or raw.identity in kept
+        if ended and raw.whole and salvage.files.paths[raw.whole.file] not in used:
             salvage.remove(raw.whole)
 
 

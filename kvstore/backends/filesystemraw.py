@@ -13,7 +13,7 @@ from xxhash import xxh3_64_intdigest
 from kvstore.backends.filetree import MAX_FANOUT, SUFFIX, TEMPORARY, Tree
 from kvstore.backends.raw import Extent, Raw, Remains, Salvage
 from kvstore.errors import CorruptBlock
-from kvstore.files import sync_directory
+from kvstore.files import DIRECTORY_MODE, sync_directory
 from kvstore.record import HEADER_PAGE, MAGIC, Header, claimed_header_length, decode
 
 if TYPE_CHECKING:
@@ -76,6 +76,27 @@ class FilesystemSalvage(Salvage):
     def _path(self, header: Header) -> str:
         name = f"{header.shard:04x}-{header.key.hex()}.{header.generation:016x}{SUFFIX}"
         return f"{header.namespace.hex()}/{self._tree.fan(header.key)}/{name}"
+
+    def rename(self, raws: list[Raw]) -> bool:
+        files, moved = self.files, list[int]()
+        # Each name may be that of another one, so all leave theirs first, for any other: a file is
+        # known by what is in it.
+        for raw in raws:
+            assert raw.whole is not None
+            moved.append(raw.whole.file)
+            self._move(raw.whole.file, f"{os.urandom(8).hex()}{SUFFIX}")
+        for raw, file in zip(raws, moved, strict=True):
+            path = self._path(raw.header)
+            (files.root / path).parent.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
+            self._move(file, path)
+        for folder in {(files.root / files.paths[file]).parent for file in moved}:
+            sync_directory(folder)
+            sync_directory(folder.parent)
+        return True
+
+    def _move(self, file: int, path: str) -> None:
+        os.rename(self.files.root / self.files.paths[file], self.files.root / path)
+        self.files.paths[file] = path
 
     def remove(self, extent: Extent) -> None:
         path = self.files.root / self.files.paths[extent.file]
