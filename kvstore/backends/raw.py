@@ -203,6 +203,10 @@ class Salvage(ABC):
         """Return the recorded options of the engine as its files show them."""
         return {}
 
+    def agrees(self) -> bool:
+        """Tell whether the files are as the options of the context say."""
+        return True
+
     def buried(self, header: Header) -> bool:
         """Tell whether the files say that this version was deleted."""
         return False
