@@ -139,15 +139,14 @@ def _not_found(path: Path) -> StoreNotFound:
         return StoreNotFound(f"{path} is not a directory", "give the directory of a store")
     return StoreNotFound(
         f"{path} is not a store: it has no {STORE_FILE}",
-        f"run kvstore create {path} if it is empty; if it was a store, restore {STORE_FILE}",
+        f"run kvstore create {path} if it is empty, kvstore recover {path} if it was a store",
     )
 
 
 def _corrupt(path: Path, what: str) -> CorruptStore:
     return CorruptStore(
         f"{path / STORE_FILE} is damaged: {what}",
-        "restore it from a copy; without one, move the store away and begin an empty one: "
-        "keep the old one, a later kvstore can salvage its blocks",
+        f"restore it from a copy; without one, kvstore recover {path} makes another",
     )
 
 
