@@ -590,6 +590,19 @@ def test_a_file_cut_off_while_open_is_a_miss(context: EngineContext, io: str) ->
     engine.close()
 
 
+def test_a_file_that_is_removed_while_open(engine: SuperblockEngine) -> None:
+    put(engine, many(1))
+    engine.flush()
+    assert not engine.stats().problems
+    (folder(engine) / "00000001.sb").unlink()
+    assert [finding.kind for finding in engine.check()] == ["missing-superblock"]
+    assert "00000001.sb was removed" in engine.stats().problems[0]
+    # Nothing that lies in it is durable, whatever a sync says.
+    put(engine, many(1, first=50))
+    with pytest.raises(EngineError, match="was removed"):
+        engine.flush()
+
+
 def test_a_device_that_cannot_read(
     context: EngineContext, io: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

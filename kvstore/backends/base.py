@@ -182,12 +182,13 @@ class Stats:
     until the engine has looked everywhere; with fixed slots, also what they lose to rounding, but
     not free slots. ``file_bytes``: what the files take in all, where they are made ahead of use,
     else 0. ``io``: one of ``memory``, ``direct``, ``buffered``, ``mmap``; ``notes`` are sentences
-    for ``status``."""
+    for ``status``, ``problems`` those for which somebody must do something."""
 
     overhead_bytes: int
     io: str
     notes: tuple[str, ...] = ()
     file_bytes: int = 0
+    problems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

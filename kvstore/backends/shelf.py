@@ -31,7 +31,7 @@ from kvstore.errors import CorruptBlock, CorruptStore, EngineError
 from kvstore.record import HEADER_PAGE, decode, image_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from kvstore.backends.base import U64, EngineContext
     from kvstore.slots import I64
@@ -306,6 +306,8 @@ class Shelf:
                 try:
                     if descriptor is not None and not self.failed:
                         os.fdatasync(descriptor)
+                        if self._is_removed(number, descriptor):
+                            raise OSError(errno.ENOENT, "the file was removed")
                 except OSError as error:
                     self.failed = f"a sync failed ({error.strerror}), so nothing more is written"
                     self.complaints.log("syncing", name_of(number), error)
@@ -349,11 +351,34 @@ class Shelf:
         rest = self._limit % self.file_bytes if self._limit < 1 << 60 else 0
         return ends + rest + self.ledger.slack_bytes
 
+    def _removed(self) -> list[int]:
+        items = sorted(self.descriptors.copy().items())
+        return [number for number, descriptor in items if self._is_removed(number, descriptor)]
+
+    def _is_removed(self, number: int, descriptor: int) -> bool:
+        """Tell whether somebody removed a file that is in use: what is in it goes with the process,
+        synced or not. (We give up a file before we remove it.)"""
+        return not os.fstat(descriptor).st_nlink and number in self.descriptors
+
+    def problems(self) -> Iterator[str]:
+        """Yield what somebody must see to, in words."""
+        if self.broken:
+            yield f"{len(self.broken)} super-blocks cannot be used; the log names them"
+        for number in self._removed():
+            yield (
+                f"{FOLDER}/{name_of(number)} was removed: its blocks last until the daemon ends; "
+                "copy it back from /proc/PID/fd, or restart"
+            )
+
     def check(self) -> list[Finding]:
         """See :meth:`kvstore.backends.base.Engine.check`."""
         found = [
             Finding("bad-superblock", f"{FOLDER}/{name_of(number)}", reason)
             for number, reason in sorted(self.broken.items())
+        ]
+        found += [
+            Finding("missing-superblock", f"{FOLDER}/{name_of(number)}", "it was removed")
+            for number in self._removed()
         ]
         for number, descriptor in sorted(self.descriptors.items()):
             if os.fstat(descriptor).st_size < self.file_bytes:

@@ -366,13 +366,12 @@ class SuperblockEngine(base.Engine):
 
     def stats(self) -> base.Stats:
         shelf = self._open_shelf()
-        broken = f"{len(shelf.broken)} super-blocks cannot be used; the log names them"
-        notes = (shelf.files.note, shelf.failed, broken if shelf.broken else "")
         return base.Stats(
             overhead_bytes=shelf.lost_bytes,
             io="mmap" if self._io == "mmap" else shelf.files.io,
-            notes=tuple(note for note in notes if note),
+            notes=(shelf.files.note,) if shelf.files.note else (),
             file_bytes=shelf.file_bytes * len(shelf.descriptors),
+            problems=tuple(shelf.problems()),
         )
 
     def check(self) -> list[Finding]:
