@@ -162,15 +162,14 @@ def _not_found(path: Path) -> StoreNotFound:
         return StoreNotFound(f"{path} is not a directory", "give the directory of a store")
     return StoreNotFound(
         f"{path} is not a store: it has no {STORE_FILE}",
-        f"run kvstore create {path} if it is empty; if it was a store, restore {STORE_FILE}",
+        f"run kvstore create {path} if it is empty, kvstore recover {path} if it was a store",
     )
 
 
 def _corrupt(path: Path, what: str) -> CorruptStore:
     return CorruptStore(
         f"{path / STORE_FILE} is damaged: {what}",
-        "restore it from a copy; without one, move the store away and begin an empty one: "
-        "keep the old one, a later kvstore can salvage its blocks",
+        f"restore it from a copy; without one, kvstore recover {path} makes another",
     )
 
 
@@ -346,7 +345,7 @@ def create_directories(path: Path) -> list[Path]:
     """
     made: list[Path] = []
     try:
-        _make_root(path, made)
+        make_root(path, made)
         for name in (NAMESPACES, BLOCKS, INCOMING, QUARANTINE):
             (path / name).mkdir(files.DIRECTORY_MODE)
             made.append(path / name)
@@ -358,7 +357,11 @@ def create_directories(path: Path) -> list[Path]:
     return made
 
 
-def _make_root(path: Path, made: list[Path]) -> None:
+def make_root(path: Path, made: list[Path]) -> None:
+    """Make the directory of a store, or see that it is empty; note in ``made`` what was made.
+
+    Raises StoreNotFound (no parent), StoreExists, OSError.
+    """
     try:
         path.mkdir(files.DIRECTORY_MODE)
         made.append(path)

@@ -35,10 +35,10 @@ from kvstore.errors import ConfigError, EngineError, ReadOnly, StoreExists, Stor
 from kvstore.events import Kind
 from kvstore.journal import Journal
 from kvstore.killpoints import reach
-from kvstore.opening import Options, open_store, reserve
+from kvstore.opening import Options, open_store
 from kvstore.order import batches
 from kvstore.settle import settle
-from kvstore.space import RESERVE_SHARE, Space, check_capacity, default_floor
+from kvstore.space import RESERVE_SHARE, Space, check_capacity, default_floor, journal_reserve
 from kvstore.target import Copy
 
 if TYPE_CHECKING:
@@ -319,7 +319,7 @@ class Migration:
             raise files.translate(error, f"make {directory}") from error
         self._engine(self._coming).create()
         reach("migrate.made")
-        unit = reserve(self._new_capacity)
+        unit = journal_reserve(self._new_capacity)
         Journal.create(directory, 1, self._coming.uuid, self._coming.epoch, unit).close()
         return None
 

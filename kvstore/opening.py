@@ -33,7 +33,7 @@ from kvstore.namespaces import Namespaces
 from kvstore.removal import choose_victims
 from kvstore.room import Rooms
 from kvstore.slab import Slab
-from kvstore.space import Space, check_capacity, default_floor, quarantine_limit
+from kvstore.space import Space, check_capacity, default_floor, journal_reserve, quarantine_limit
 from kvstore.store import Store
 from kvstore.tier import Tier
 from kvstore.writer import Writer
@@ -52,8 +52,6 @@ log = logging.getLogger(__name__)
 BOUNCE_BYTES = 128 << 20
 CAPACITY_SHARE = 0.5
 POPULATE_BYTES = 16 << 20
-MIN_RESERVE = 64 << 10
-MAX_RESERVE = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +106,7 @@ def _fill_store(path: Path, options: Options) -> StoreRecord:
     engine = _engine(path, record, options)
     engine.create()
     Journal.create(
-        path / record.blocks, 1, record.uuid, record.epoch, reserve(record.capacity_bytes)
+        path / record.blocks, 1, record.uuid, record.epoch, journal_reserve(record.capacity_bytes)
     ).close()
     Namespaces(path / layout.NAMESPACES).open(named(DEFAULT_NAMESPACE), create=True)
     layout.write(path, record)
@@ -117,10 +115,6 @@ def _fill_store(path: Path, options: Options) -> StoreRecord:
 
 def _engine_name(name: str | None) -> str | None:
     return plain_name(name) if name else None
-
-
-def reserve(capacity: int) -> int:
-    return min(max(capacity // 100, MIN_RESERVE), MAX_RESERVE)
 
 
 def _engine(path: Path, record: StoreRecord, options: Options) -> Engine:
@@ -340,7 +334,7 @@ class Opening:
             max(loaded.sequence + 1, 2),
             record.uuid,
             record.epoch,
-            reserve(record.capacity_bytes),
+            journal_reserve(record.capacity_bytes),
         )
 
     def _adopt_rows(self, core: Core, settled: Settled) -> None:

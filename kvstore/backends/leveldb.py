@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from kvstore.backends.keyvalue import Get, Pair
+    from kvstore.backends.raw import Salvage
 
 CACHE_BYTES = 8 << 20
 BLOCK_BYTES = 512
@@ -54,6 +55,12 @@ class LeveldbEngine(MergedEngine):
         fixed_slots=False, space_factor=2.0, frees_space=True, contained=False,
     )  # fmt: skip
 
+    @classmethod
+    def salvage(cls, context: base.EngineContext) -> Salvage:
+        from kvstore.backends.leveldbraw import LeveldbSalvage
+
+        return LeveldbSalvage(context)
+
     def __init__(self, context: base.EngineContext) -> None:
         super().__init__(context)
         self._db: plyvel.DB | None = None
@@ -69,7 +76,7 @@ class LeveldbEngine(MergedEngine):
         except plyvel.IOError as error:
             raise EngineError(f"{self.folder} cannot be opened: {error}") from error
         except plyvel.Error as error:
-            hint = "move the engine's directory away and create the store anew"
+            hint = "run kvstore recover: it copies every block that is whole"
             raise CorruptStore(f"{self.folder} cannot be opened: {error}", hint) from error
         self.sizes.forget()
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from kvstore.backends.keyvalue import Get, Pair
+    from kvstore.backends.raw import Salvage
 
 DATA = "data.mdb"
 MOST_READERS = 512
@@ -63,6 +64,12 @@ class LmdbEngine(KeyValueEngine):
         fixed_slots=False, space_factor=1.1, frees_space=False, contained=False,
     )  # fmt: skip
 
+    @classmethod
+    def salvage(cls, context: base.EngineContext) -> Salvage:
+        from kvstore.backends.lmdbraw import LmdbSalvage
+
+        return LmdbSalvage(context)
+
     def __init__(self, context: base.EngineContext) -> None:
         super().__init__(context)
         self._env: lmdb.Environment | None = None
@@ -81,7 +88,7 @@ class LmdbEngine(KeyValueEngine):
             # Readers of processes that were killed would keep every page that is freed.
             self._env.reader_check()
         except (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError) as error:
-            hint = "move the engine's directory away and create the store anew"
+            hint = "run kvstore recover: it copies every block that is whole"
             raise CorruptStore(f"{self.folder} cannot be opened: {error}", hint) from error
         except lmdb.Error as error:
             raise EngineError(f"{self.folder} cannot be opened: {error}") from error

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from kvstore.backends.keyvalue import Get, Pair
+    from kvstore.backends.raw import Salvage
 
 FILE = "store.db"
 PAGE_BYTES = 65536
@@ -56,6 +57,12 @@ class SqliteEngine(KeyValueEngine):
         preferred_threads=1, atomic_batch=True, durable_without_flush=False, alignment=1,
         fixed_slots=False, space_factor=1.2, frees_space=False, contained=True,
     )  # fmt: skip
+
+    @classmethod
+    def salvage(cls, context: base.EngineContext) -> Salvage:
+        from kvstore.backends.sqliteraw import SqliteSalvage
+
+        return SqliteSalvage(context)
 
     def __init__(self, context: base.EngineContext) -> None:
         super().__init__(context)
@@ -89,7 +96,7 @@ class SqliteEngine(KeyValueEngine):
             self.close_table()
             if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_CANTOPEN:
                 raise EngineError(f"{self._path} cannot be opened: {error}") from error
-            hint = "move the engine's directory away and create the store anew"
+            hint = "run kvstore recover: it copies every block that is whole"
             raise CorruptStore(f"{self._path} cannot be opened: {error}", hint) from error
 
     def close_table(self) -> None:

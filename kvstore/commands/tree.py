@@ -50,6 +50,11 @@ PLACES = {
     "pin": Place("pins", "pin", "Keep blocks from being evicted for a time."),
     "pins": Place("pins", "pins", "List pinned blocks."),
     "put": Place("blocks", "put", "Store one block under KEY (hexadecimal, 1 to 64 bytes)."),
+    "recover": Place(
+        "recover",
+        "recover",
+        "Make a store that is damaged open again, with every block that is whole.",
+    ),
     "scrub": Place(
         "scrubbing", "scrub", "Have the daemon verify what lies on disk, while it serves."
     ),
