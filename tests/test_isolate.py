@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +19,11 @@ import pytest
 
 from kvstore import isolate, verify
 from kvstore.backends import engine_class
-from kvstore.backends.base import EngineContext
+from kvstore.backends.base import Engine, EngineContext
 from kvstore.errors import EngineDied, EngineError, EngineHung, StoreNotFound, UsageError
 from kvstore.isolate import Array, Child, Document, Inspection
 from kvstore.testing.records import make_blocks, put
+from tests.mounts import read_only
 
 STORE = bytes(range(16))
 
@@ -144,6 +149,50 @@ def test_an_engine_looks_the_same_from_a_child(name: str, tmp_path: Path) -> Non
         other = make_blocks([b"%032d" % 9], 5000, 99).at(blocks.places[:1])
         (verdicts,) = inspection.verify(other)
         assert verdicts.kinds[0] in (verify.Kind.MISSING, verify.Kind.STALE)
+
+
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "killed"])
+@pytest.mark.parametrize("name", ["filesystem", "superblock", "lmdb", "leveldb", "sqlite"])
+def test_looking_leaves_no_trace(name: str, closed: bool, tmp_path: Path) -> None:
+    """On a mount where nothing can be written, too; after a kill there is a log to read."""
+    folder = tmp_path / "engine"
+    folder.mkdir()
+    options = {"superblock_bytes": 4 << 20} if name == "superblock" else {}
+    context = EngineContext(folder, STORE, options, capacity=64 << 20)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool:
+        pool.submit(_write, name, context).result()
+        if not closed:
+            for process in pool._processes.values():
+                process.kill()
+        else:
+            pool.submit(_stop).result()
+    before = _state_of(folder)
+    with read_only(folder) if os.geteuid() == 0 else nullcontext(folder) as seen:
+        engine = engine_class(name)(replace(context, directory=seen, read_only=True))
+        engine.open()
+        assert sum(len(batch) for batch in engine.scan()) == 5
+        assert engine.check() == []
+        engine.close()
+    assert _state_of(folder) == before
+
+
+_WRITTEN: list[Engine] = []
+
+
+def _write(name: str, context: EngineContext) -> None:
+    engine = engine_class(name)(context)
+    engine.create()
+    engine.open()
+    put(engine, make_blocks([b"%032d" % n for n in range(5)], 5000, 7))
+    _WRITTEN.append(engine)
+
+
+def _stop() -> None:
+    _WRITTEN.pop().close()
+
+
+def _state_of(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(p): (p.stat().st_mtime_ns, p.stat().st_size) for p in folder.rglob("*")}
 
 
 def test_an_engine_that_is_not_there_is_an_error(tmp_path: Path) -> None:

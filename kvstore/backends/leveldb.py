@@ -17,6 +17,10 @@ is off: with it one flipped bit ends all merging, and a bad record of the log ke
 A log or manifest that was cut off looks to LevelDB like an older state, so ``sizes.json`` tells
 whether anything is short.
 
+LevelDB cannot open a database without writing. For a reader it is therefore opened in a folder of
+links to its files, which takes what LevelDB writes and is removed afterwards: it never changes a
+file that it finds.
+
 LevelDB cannot be contained: it maps the first thousand of its files, so a page of them that the
 disk cannot read, or a file that is cut off while it is open, ends the process.
 """
@@ -24,6 +28,9 @@ disk cannot read, or a file that is cut off while it is open, ends the process.
 from __future__ import annotations
 
 import contextlib
+import shutil
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import plyvel
@@ -43,6 +50,8 @@ CACHE_BYTES = 8 << 20
 BLOCK_BYTES = 512
 """LevelDB sums what it packs together: so little, and a piece shares its sum with no other."""
 _NOWHERE = b"\xff"
+_ITS_OWN = ("LOCK", "LOG", "LOG.old")
+"""Files that LevelDB opens for writing as they are."""
 
 
 class LeveldbEngine(MergedEngine):
@@ -57,6 +66,7 @@ class LeveldbEngine(MergedEngine):
     def __init__(self, context: base.EngineContext) -> None:
         super().__init__(context)
         self._db: plyvel.DB | None = None
+        self._mirror: Path | None = None
 
     def make_table(self) -> None:
         with _edge("making"):
@@ -65,16 +75,32 @@ class LeveldbEngine(MergedEngine):
     def open_table(self) -> None:
         self.sizes.check()
         try:
+            if self.context.read_only:
+                self._mirror = self._make_mirror()
             self._db = self._database(create=False)
         except plyvel.IOError as error:
             raise EngineError(f"{self.folder} cannot be opened: {error}") from error
         except plyvel.Error as error:
             hint = "move the engine's directory away and create the store anew"
             raise CorruptStore(f"{self.folder} cannot be opened: {error}", hint) from error
-        self.sizes.forget()
+        if self._mirror is None:
+            self.sizes.forget()
+
+    def _make_mirror(self) -> Path:
+        mirror = Path(tempfile.mkdtemp(prefix="kvstore-leveldb-"))
+        for entry in self.folder.iterdir():
+            if entry.name not in _ITS_OWN:
+                (mirror / entry.name).symlink_to(entry.absolute())
+        return mirror
 
     def close_table(self) -> None:
         self.merging.stop()
+        if self._mirror is not None:
+            if self._db is not None:
+                self._db.close()
+                self._db = None
+            shutil.rmtree(self._mirror, ignore_errors=True)
+            self._mirror = None
         if self._db is not None:
             # Nothing lies there to be merged, but what the log holds goes into files.
             self.merge(_NOWHERE, _NOWHERE + b"\0")
@@ -84,8 +110,8 @@ class LeveldbEngine(MergedEngine):
 
     def _database(self, *, create: bool) -> plyvel.DB:
         return plyvel.DB(
-            str(self.folder), create_if_missing=create, error_if_exists=create, compression=None,
-            write_buffer_size=self.buffer_bytes, max_file_size=self.buffer_bytes,
+            str(self._mirror or self.folder), create_if_missing=create, error_if_exists=create,
+            compression=None, write_buffer_size=self.buffer_bytes, max_file_size=self.buffer_bytes,
             block_size=BLOCK_BYTES, lru_cache_size=CACHE_BYTES, paranoid_checks=False,
         )  # fmt: skip
 
