@@ -63,7 +63,8 @@ class Options:
     ``capacity`` and ``min_free`` in bytes. ``memory_bytes`` is the memory tier, ``bounce_bytes``
     the memory for blocks in flight that pass by it. With ``write`` = ``late`` accepted blocks are
     written when they leave memory, or after ``max_dirty_age`` seconds. With ``when_full`` =
-    ``read-only`` nothing is evicted: puts are answered FULL when there is no room.
+    ``read-only`` nothing is evicted: puts are answered FULL when there is no room. With ``scan``
+    all headers are compared with the index first, whatever the journal says.
     """
 
     engine: str | None = None
@@ -76,6 +77,7 @@ class Options:
     write: Literal["through", "late"] = "through"
     max_dirty_age: float = 300.0
     when_full: Literal["evict", "read-only"] = "evict"
+    scan: bool = False
 
 
 def create_store(path: Path, options: Options) -> StoreRecord:
@@ -216,7 +218,7 @@ class Opening:
         settled = settle.settle(loaded.events)
         core = self._assemble(self._record, namespaces, engine, loaded, settled)
         self._adopt_rows(core, settled)
-        boot = Boot(core, loaded, settled)
+        boot = Boot(core, loaded, settled, scan=self.options.scan)
         boot.doubt_rows()
         store = Store(core, self._lock)
         _populate(core)

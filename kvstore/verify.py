@@ -42,6 +42,8 @@ class Kind(IntEnum):
     TRUNCATED = 5
     STALE = 6
     """A valid record of another block or version."""
+    PADDING = 7
+    """The right bytes; what carries nothing is not zero."""
 
 
 class Verdicts(NamedTuple):
@@ -116,8 +118,19 @@ def _judge(engine: Engine, blocks: Blocks, room: _Room) -> list[tuple[Kind, str]
                 image, filled, store=store, namespace=blocks.namespace, shard=blocks.shard, key=key,
                 generation=generation, length=length,
             )  # fmt: skip
-            found.append((_kind(verdict, image, filled), why))
+            kind = _kind(verdict, image, filled)
+            if kind == Kind.OK and _padded(image, length):
+                kind, why = Kind.PADDING, "bytes beside header or payload are not zero"
+            found.append((kind, why))
     return found
+
+
+def _padded(image: memoryview, length: int) -> bool:
+    """Tell whether bytes of a whole image that carry nothing are not zero."""
+    header = np.frombuffer(image, np.uint8, record.HEADER_PAGE)[
+        record.claimed_header_length(image) :
+    ]
+    return bool(header.any() or np.frombuffer(image, np.uint8)[record.HEADER_PAGE + length :].any())
 
 
 def _kind(verdict: record.Verdict, image: memoryview, filled: int) -> Kind:

@@ -42,6 +42,7 @@ from kvstore.backends.directio import (
     read_status,
 )
 from kvstore.backends.filetree import MAX_FANOUT, TEMPORARY, Entry, Folders, Survey, Tree
+from kvstore.backends.misnamed import rename_right
 from kvstore.backends.publish import Put, Spool, Syncs, Workshop
 from kvstore.errors import (
     ConfigError,
@@ -49,12 +50,17 @@ from kvstore.errors import (
     EngineError,
     KVStoreError,
 )
+from kvstore.files import move_away
 from kvstore.record import HEADER_PAGE, Header, decode, image_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from kvstore.backends.base import Blocks
+
+
+_MISNAMED = ("wrong-name", "misplaced")
 
 
 class FilesystemEngine(base.Engine):
@@ -193,6 +199,16 @@ class FilesystemEngine(base.Engine):
                     else:
                         batch.add(item)
                 yield batch.take()
+
+    def put_right(self, finding: Finding, target: Path) -> str:
+        """Give a whole record its own name; what is no record of this name moves away."""
+        self._open_shop(writing=True)
+        path = self.context.directory / finding.path
+        if finding.kind in _MISNAMED and rename_right(self._tree, self.context, path):
+            return "mended"
+        if finding.kind == "unreadable":
+            return ""
+        return "moved" if move_away(path, target) else ""
 
     def flush(self) -> None:
         shop = self._open_shop()

@@ -1,0 +1,382 @@
+"""Checking a store that no daemon has: stage by stage, each a method, every fault told as found.
+
+::
+
+    directory   what belongs there, modes and owners, records of namespaces       (survey)
+    index       journal and checkpoint, replayed
+    engine      opened and looked at, in a child                                   (isolate)
+    records     every header, compared with the index; not with ``quick``          (compare)
+    payloads    read and verified, all or a share, going on where the last ended   (verify)
+    room        bytes against capacity and the share of quarantine
+
+Nothing is written but the place where a share of the payloads ended. A repair (:mod:`kvstore.mend`)
+acts on what a check found, and another check tells whether that was enough.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore import checkpoint, compare, files, layout, record
+from kvstore.backends import engine_class
+from kvstore.backends.base import EngineContext
+from kvstore.compare import Comparison, Index
+from kvstore.errors import CorruptStore, EngineDied, KVStoreError, PermissionDenied
+from kvstore.events import Kind
+from kvstore.findings import OF_ENGINES, Found, Severity
+from kvstore.isolate import LIMIT_SECONDS, Child, Inspection
+from kvstore.namespaces import Namespaces
+from kvstore.settle import settle
+from kvstore.space import quarantine_limit
+from kvstore.survey import CURSOR, Survey
+from kvstore.verify import Kind as Verdict
+from kvstore.versions import blocks_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kvstore.backends.base import Finding
+    from kvstore.checkpoint import Loaded
+    from kvstore.layout import StoreRecord
+    from kvstore.settle import Settled
+
+QUICK, HEADERS, PAYLOADS = range(3)
+"""How deep a check goes."""
+_NEVER = (1 << 64) - 1
+_CHUNK_BYTES, _CHUNK_ROWS = 256 << 20, 4096
+_OF_VERDICTS = {
+    Verdict.MISSING: "missing",
+    Verdict.UNREADABLE: "unreadable",
+    Verdict.HEADER: "header-damaged",
+    Verdict.PAYLOAD: "payload-damaged",
+    Verdict.TRUNCATED: "truncated",
+    Verdict.STALE: "wrong-record",
+    Verdict.PADDING: "padding",
+}
+_RECOVERABLE = ("store-file", "engine-unopenable", "engine-died", "bad-tree", "bad-superblock")
+"""What only ``kvstore recover`` helps against."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """``share``: part of the payload bytes to verify; ``most_bytes``: how many at most; both go on
+    where the last check ended. ``max_seconds``: then the check stops at a safe point."""
+
+    depth: int = HEADERS
+    share: float = 1.0
+    most_bytes: int | None = None
+    max_seconds: float | None = None
+    engine_seconds: float = LIMIT_SECONDS
+
+    @property
+    def partly(self) -> bool:
+        return self.share < 1 or self.most_bytes is not None or self.max_seconds is not None
+
+
+@dataclass
+class Report:
+    """What a check found. ``bytes``: of payloads verified, as records take them; ``checked``: how
+    many blocks; ``ok`` of them are whole as far as this check looked."""
+
+    store: Path
+    found: list[Found] = field(default_factory=list)
+    blocks: int = 0
+    records: int = 0
+    checked: int = 0
+    bytes: int = 0
+    used_bytes: int = 0
+    finished: bool = True
+    bad: np.ndarray = field(default_factory=lambda: np.zeros(0, np.bool_))
+    rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.void))
+    strange: list[Finding] = field(default_factory=list)
+    untrusted: bool = False
+    """The journal does not tell everything."""
+
+    @property
+    def counts(self) -> Counter[str]:
+        return Counter(one.id for one in self.found)
+
+    @property
+    def faults(self) -> list[Found]:
+        """What makes the store not clean."""
+        return [one for one in self.found if one.severity != Severity.NOTE]
+
+    @property
+    def beyond_repair(self) -> bool:
+        """Whether the engine must be made anew."""
+        return any(one.id in _RECOVERABLE for one in self.found)
+
+
+class Check:
+    """One check of a store; the caller holds its lock. ``tell(found)`` is called for each finding,
+    ``seen(bytes, of bytes)`` as payloads are read."""
+
+    def __init__(
+        self,
+        path: Path,
+        options: Options,
+        tell: Callable[[Found], object] = lambda _: None,
+        seen: Callable[[int, int], object] = lambda _done, _total: None,
+    ) -> None:
+        self.report = Report(path)
+        self._path = path
+        self._options = options
+        self._tell = tell
+        self._seen = seen
+        self._begun = time.monotonic()
+
+    def run(self) -> Report:
+        """Go through all stages. Raises StoreNotFound, FormatUnsupported, PermissionDenied,
+        EngineHung and what else keeps a store from being looked at."""
+        try:
+            found = layout.read(self._path)
+        except CorruptStore as error:
+            self._note(Found("store-file", layout.STORE_FILE, error.message))
+            return self.report
+        except PermissionDenied as error:
+            return self._without_record(error)
+        self._directory(found.blocks)
+        index = self._index(found)
+        if index is not None:
+            self._engine(found, index)
+        self._room(found)
+        return self.report
+
+    def _without_record(self, error: PermissionDenied) -> Report:
+        """Tell of the mode that keeps STORE.json from being read, if that is why."""
+        self._directory(layout.BLOCKS)
+        if not any(one.path == layout.STORE_FILE for one in self.report.found):
+            raise error
+        return self.report
+
+    def _note(self, found: Found) -> None:
+        self.report.found.append(found)
+        self._tell(found)
+
+    def _notes(self, found: list[Found]) -> None:
+        for one in found:
+            self._note(one)
+
+    # -- directory and index ----------------------------------------------------------------------
+
+    def _directory(self, blocks: str) -> None:
+        survey = Survey(self._path, blocks)
+        try:
+            for found in survey.look():
+                self._note(found)
+        except OSError as error:
+            raise files.translate(error, f"list {self._path}") from error
+        self.report.used_bytes = survey.bytes
+        self._quarantine_bytes = survey.quarantine_bytes
+
+    def _index(self, found: StoreRecord) -> Index | None:
+        """Replay the journal; None where the engine's directory cannot even be listed."""
+        folder = self._path / found.blocks
+        loaded = checkpoint.load(folder, found.uuid, found.epoch)
+        self.report.untrusted = loaded.torn or loaded.missing
+        if self.report.untrusted:
+            name = "journal-missing" if loaded.missing else "journal-torn"
+            self._note(Found(name, found.blocks, loaded.reason))
+        settled = settle(loaded.events)
+        rows = settled.rows[settled.rows["kind"] == Kind.PUT]
+        self.report.blocks = len(rows)
+        self.report.rows, self.report.bad = rows, np.zeros(len(rows), np.bool_)
+        self._nameless(rows)
+        return Index(
+            rows, _left(loaded, settled), not self.report.untrusted, _synced(loaded, settled)
+        )
+
+    def _nameless(self, rows: np.ndarray) -> None:
+        spaces = Namespaces(self._path / layout.NAMESPACES, read_only=True)
+        try:
+            spaces.load()
+        except KVStoreError:
+            return  # the survey has told
+        for identity in np.unique(rows["namespace"], axis=0):
+            if spaces.by_id(identity.tobytes()) is None:
+                name = identity.tobytes().hex()
+                count = int((rows["namespace"] == identity).all(axis=1).sum())
+                path = f"{layout.NAMESPACES}/{name}.json"
+                self._note(Found("namespace-unknown", path, f"{count} blocks", namespace=name))
+
+    # -- engine, records, payloads ----------------------------------------------------------------
+
+    def _engine(self, found: StoreRecord, index: Index) -> None:
+        folder = self._path / found.blocks
+        context = EngineContext(
+            folder, found.uuid, found.engine_options, read_only=True, capacity=found.capacity_bytes
+        )
+        engine = engine_class(found.engine)(context)
+        subject = f"the {found.engine} engine in {folder}"
+        try:
+            with Child(subject, limit=self._options.engine_seconds) as child:
+                inspection = Inspection(child, found.engine, context)
+                self._structure(inspection, found)
+                if self._options.depth >= HEADERS:
+                    result = self._records(inspection, index, engine, found)
+                    if self._options.depth >= PAYLOADS:
+                        self._payloads(inspection, index, result, engine, found)
+        except EngineDied as error:
+            self._note(Found("engine-died", found.blocks, error.message))
+        except CorruptStore as error:
+            self._note(Found("engine-unopenable", found.blocks, error.message))
+        except KVStoreError as error:
+            if error.exit_code not in (KVStoreError.exit_code, 10) or _may_not(error):
+                raise
+            self._note(Found("engine-unopenable", found.blocks, error.message))
+
+    def _structure(self, inspection: Inspection, found: StoreRecord) -> None:
+        known = {one.path for one in self.report.found}
+        for one in inspection.check():
+            name = OF_ENGINES[one.kind]
+            if one.kind == "short":
+                name = "cut-file"
+            path = f"{found.blocks}/{one.path}"
+            if path not in known:
+                self.report.strange.append(one)
+                self._note(Found(name, path, one.detail))
+
+    def _records(
+        self, inspection: Inspection, index: Index, engine: object, found: StoreRecord
+    ) -> Comparison:
+        scanned = compare.gather(inspection.scan())
+        told = {one.path for one in self.report.strange}
+        fresh = tuple(one for one in scanned.strange if one.path not in told)
+        scanned = compare.with_strange(scanned, fresh)
+        result = compare.compare(index, scanned, engine, found.blocks)  # type: ignore[arg-type]
+        self.report.strange += fresh
+        self.report.records, self.report.bad = result.records, result.bad
+        self.report.checked = len(index.rows)
+        self._notes(result.found)
+        return result
+
+    def _payloads(
+        self,
+        inspection: Inspection,
+        index: Index,
+        result: Comparison,
+        engine: object,
+        found: StoreRecord,
+    ) -> None:
+        """Verify payloads in the order in which they lie, from where the last check ended."""
+        rows = index.rows
+        order = np.lexsort((rows["generation"], rows["place"]))
+        order = order[result.seen[order] & ~result.bad[order]]
+        sizes = record.image_bytes_of(rows["length"].astype(np.uint32))
+        total = int(sizes[order].sum())
+        order = np.roll(order, -self._start(found, rows[order]))
+        budget = min(int(total * self._options.share), self._options.most_bytes or total)
+        if self._options.share >= 1 and self._options.most_bytes is None:
+            budget = total
+        done = at = 0
+        self.report.checked = 0
+        while at < len(order) and done < budget and not self._late():
+            chunk = order[at : at + _CHUNK_ROWS]
+            chunk = chunk[: max(1, int(np.searchsorted(np.cumsum(sizes[chunk]), _CHUNK_BYTES)))]
+            self._verify(inspection, index, chunk, engine, found)
+            done, at = done + int(sizes[chunk].sum()), at + len(chunk)
+            self.report.checked, self.report.bytes = at, done
+            self._seen(done, budget)
+        self.report.finished = at >= len(order)
+        if self._options.partly and len(order):
+            self._keep_place(found, rows[order[at % len(order)]])
+
+    def _late(self) -> bool:
+        limit = self._options.max_seconds
+        return limit is not None and time.monotonic() - self._begun > limit
+
+    def _verify(
+        self,
+        inspection: Inspection,
+        index: Index,
+        chunk: np.ndarray,
+        engine: object,
+        found: StoreRecord,
+    ) -> None:
+        rows = index.rows
+        by_generation = dict(zip(rows["generation"][chunk].tolist(), chunk.tolist(), strict=True))
+        for blocks in blocks_of(rows[chunk]):
+            first = 0
+            for verdicts in inspection.verify(blocks):
+                for at in np.flatnonzero(verdicts.kinds).tolist():
+                    row = by_generation[int(blocks.generations[first + at])]
+                    verdict = Verdict(int(verdicts.kinds[at]))
+                    one = blocks.take(slice(first + at, first + at + 1))
+                    path = f"{found.blocks}/{engine.where(one)[0]}"  # type: ignore[attr-defined]
+                    self._judge(index, row, verdict, path, verdicts.reasons.get(str(at), ""))
+                first += len(verdicts.kinds)
+
+    def _judge(self, index: Index, row: int, verdict: Verdict, path: str, why: str) -> None:
+        name = _OF_VERDICTS[verdict]
+        lost = int(index.rows["generation"][row]) > index.synced
+        if lost and verdict not in (Verdict.UNREADABLE, Verdict.PADDING):
+            name = "unsynced"
+        self.report.bad[row] |= verdict not in (Verdict.UNREADABLE, Verdict.PADDING)
+        self._note(compare.found_row(index.rows, row, name, path, why))
+
+    # -- where a share of the payloads ended ------------------------------------------------------
+
+    def _start(self, found: StoreRecord, rows: np.ndarray) -> int:
+        """Return the position of the first row to verify: behind those of the last check."""
+        if not self._options.partly:
+            return 0
+        try:
+            noted = json.loads(files.read_regular(self._path / CURSOR, 4096))
+            if noted["uuid"] != found.uuid.hex():
+                return 0
+            place, generation = int(noted["place"]), int(noted["generation"])
+        except (OSError, CorruptStore, ValueError, TypeError, KeyError):
+            return 0
+        behind = (rows["place"] > place) | (
+            (rows["place"] == place) & (rows["generation"] >= generation)
+        )
+        return int(behind.argmax()) if behind.any() else 0
+
+    def _keep_place(self, found: StoreRecord, row: np.ndarray) -> None:
+        noted = {
+            "uuid": found.uuid.hex(),
+            "place": int(row["place"]),
+            "generation": int(row["generation"]),
+        }
+        try:
+            files.replace(self._path / CURSOR, json.dumps(noted).encode() + b"\n")
+        except OSError:
+            # On a read-only mount the next check begins anew, as this one did.
+            return
+
+    # -- room -------------------------------------------------------------------------------------
+
+    def _room(self, found: StoreRecord) -> None:
+        used, most = self.report.used_bytes, found.capacity_bytes
+        if used > most:
+            self._note(Found("over-capacity", "", f"it takes {used} bytes of {most}"))
+        limit = quarantine_limit(most)
+        if self._quarantine_bytes > limit:
+            detail = f"it takes {self._quarantine_bytes} bytes of {limit}"
+            self._note(Found("quarantine-full", layout.QUARANTINE, detail))
+
+
+def _left(loaded: Loaded, settled: Settled) -> np.ndarray:
+    left = settled.leftovers
+    if loaded.torn or loaded.missing:
+        left = left[np.isin(left["kind"], (Kind.FREE, Kind.PUT))]
+    generations: np.ndarray = left["generation"].astype(np.uint64)
+    return generations
+
+
+def _synced(loaded: Loaded, settled: Settled) -> int:
+    """Return up to which generation nothing can be missing for want of a sync."""
+    boot = layout.boot_id()
+    lost_power = not loaded.clean and len(loaded.events) and (not boot or boot != loaded.boot_id)
+    return settled.synced if lost_power else _NEVER
+
+
+def _may_not(error: KVStoreError) -> bool:
+    return isinstance(error, PermissionDenied)
