@@ -137,7 +137,7 @@ def move_away(path: Path, target: Path) -> bool:
 
     The target's folder must be there; a name that is taken gets a number.
     """
-    target = _unused(target)
+    target = unused(target)
     try:
         os.rename(path, target)
     except OSError as error:
@@ -153,7 +153,8 @@ def move_away(path: Path, target: Path) -> bool:
     return True
 
 
-def _unused(target: Path) -> Path:
+def unused(target: Path) -> Path:
+    """Return a name near to this one that is not taken, of a length that every filesystem takes."""
     number, name = 1, target.name[:200]
     target = target.with_name(name)
     while target.is_symlink() or target.exists():

@@ -27,7 +27,7 @@ from kvstore import checkpoint, compare, files, layout, record
 from kvstore.backends import engine_class
 from kvstore.backends.base import EngineContext
 from kvstore.compare import Comparison, Index
-from kvstore.errors import CorruptStore, EngineDied, KVStoreError, PermissionDenied
+from kvstore.errors import CorruptStore, EngineDied, KVStoreError, PermissionDenied, StoreNotFound
 from kvstore.events import Kind
 from kvstore.findings import OF_ENGINES, Found, Severity
 from kvstore.isolate import LIMIT_SECONDS, Child, Inspection
@@ -138,6 +138,11 @@ class Check:
         try:
             found = layout.read(self._path)
         except CorruptStore as error:
+            self._note(Found("store-file", layout.STORE_FILE, error.message))
+            return self.report
+        except StoreNotFound as error:
+            if not (self._path / layout.BLOCKS).is_dir():
+                raise
             self._note(Found("store-file", layout.STORE_FILE, error.message))
             return self.report
         except PermissionDenied as error:

@@ -300,7 +300,7 @@ def create_directories(path: Path) -> list[Path]:
     """
     made: list[Path] = []
     try:
-        _make_root(path, made)
+        make_root(path, made)
         for name in (NAMESPACES, BLOCKS, INCOMING, QUARANTINE):
             (path / name).mkdir(files.DIRECTORY_MODE)
             made.append(path / name)
@@ -312,7 +312,11 @@ def create_directories(path: Path) -> list[Path]:
     return made
 
 
-def _make_root(path: Path, made: list[Path]) -> None:
+def make_root(path: Path, made: list[Path]) -> None:
+    """Make the directory of a store, or see that it is empty; note in ``made`` what was made.
+
+    Raises StoreNotFound (no parent), StoreExists, OSError.
+    """
     try:
         path.mkdir(files.DIRECTORY_MODE)
         made.append(path)

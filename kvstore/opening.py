@@ -33,7 +33,7 @@ from kvstore.namespaces import Namespaces
 from kvstore.removal import choose_victims
 from kvstore.room import Rooms
 from kvstore.slab import Slab
-from kvstore.space import Space, check_capacity, default_floor, quarantine_limit
+from kvstore.space import Space, check_capacity, default_floor, journal_reserve, quarantine_limit
 from kvstore.store import Store
 from kvstore.tier import Tier
 from kvstore.writer import Writer
@@ -52,8 +52,7 @@ log = logging.getLogger(__name__)
 BOUNCE_BYTES = 128 << 20
 CAPACITY_SHARE = 0.5
 POPULATE_BYTES = 16 << 20
-MIN_RESERVE = 64 << 10
-MAX_RESERVE = 4 << 20
+UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,8 @@ class Options:
     the memory for blocks in flight that pass by it. With ``write`` = ``late`` accepted blocks are
     written when they leave memory, or after ``max_dirty_age`` seconds. With ``when_full`` =
     ``read-only`` nothing is evicted: puts are answered FULL when there is no room. With ``scan``
-    all headers are compared with the index first, whatever the journal says.
+    all headers are compared with the index first, whatever the journal says. ``quarantine``: where
+    damaged records are copied, without a limit, instead of the store's own share.
     """
 
     engine: str | None = None
@@ -78,6 +78,7 @@ class Options:
     max_dirty_age: float = 300.0
     when_full: Literal["evict", "read-only"] = "evict"
     scan: bool = False
+    quarantine: Path | None = None
 
 
 def create_store(path: Path, options: Options) -> StoreRecord:
@@ -108,7 +109,7 @@ def _fill_store(path: Path, options: Options) -> StoreRecord:
     engine = _engine(path, record, options)
     engine.create()
     Journal.create(
-        path / record.blocks, 1, record.uuid, record.epoch, _reserve(record.capacity_bytes)
+        path / record.blocks, 1, record.uuid, record.epoch, journal_reserve(record.capacity_bytes)
     ).close()
     Namespaces(path / layout.NAMESPACES).open(named(DEFAULT_NAMESPACE), create=True)
     layout.write(path, record)
@@ -117,10 +118,6 @@ def _fill_store(path: Path, options: Options) -> StoreRecord:
 
 def _engine_name(name: str | None) -> str | None:
     return plain_name(name) if name else None
-
-
-def _reserve(capacity: int) -> int:
-    return min(max(capacity // 100, MIN_RESERVE), MAX_RESERVE)
 
 
 def _engine(path: Path, record: StoreRecord, options: Options) -> Engine:
@@ -302,9 +299,7 @@ class Opening:
                 fixed_slots=capabilities.fixed_slots,
             ),
             namespaces=namespaces,
-            quarantine=Quarantine(
-                self.path / layout.QUARANTINE, quarantine_limit(record.capacity_bytes)
-            ),
+            quarantine=self._quarantine(record),
             bounce=Slab(self.options.bounce_bytes),
             tier=tier,
             synced_generation=settled.synced,
@@ -318,6 +313,12 @@ class Opening:
         tier.on_leave(core.leave_memory)
         self._choose_when_to_write(core)
         return core
+
+    def _quarantine(self, record: StoreRecord) -> Quarantine:
+        if self.options.quarantine is not None:
+            return Quarantine(self.options.quarantine, UNLIMITED)
+        limit = quarantine_limit(record.capacity_bytes)
+        return Quarantine(self.path / layout.QUARANTINE, limit)
 
     def _choose_when_to_write(self, core: Core) -> None:
         late = self.options.write == "late"
@@ -338,7 +339,7 @@ class Opening:
             max(loaded.sequence + 1, 2),
             record.uuid,
             record.epoch,
-            _reserve(record.capacity_bytes),
+            journal_reserve(record.capacity_bytes),
         )
 
     def _adopt_rows(self, core: Core, settled: Settled) -> None:

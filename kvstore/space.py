@@ -47,6 +47,12 @@ def quarantine_limit(capacity: int) -> int:
     return max(capacity // 100, min(64 << 20, capacity // 20))
 
 
+def journal_reserve(capacity: int) -> int:
+    """Return the bytes of room that a journal keeps ahead, so that records can be freed on a full
+    disk: 1 % of the capacity, 64 KiB to 4 MiB."""
+    return min(max(capacity // 100, 64 << 10), 4 << 20)
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """What is on the disk now, in bytes.

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from kvstore.backends.raw import Salvage
+
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
@@ -262,6 +264,15 @@ class Engine(ABC):
     def options_for(cls, capacity: int) -> Mapping[str, object]:
         """Return what a new store of that capacity (bytes) records of the options."""
         return cls.recorded_options
+
+    @classmethod
+    def salvage(cls, context: EngineContext) -> Salvage:
+        """Return a reader that finds records in the files without opening the engine.
+
+        Optional: without it a store of this engine cannot be recovered. Raises EngineError.
+        """
+        where = context.directory
+        raise EngineError(f"the {cls.name} engine in {where} has no raw reader", "use a copy")
 
     def __init__(self, context: EngineContext) -> None:
         self.context = context

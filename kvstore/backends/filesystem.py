@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.backends.base import Blocks
+    from kvstore.backends.raw import Salvage
 
 
 _MISNAMED = ("wrong-name", "misplaced")
@@ -76,6 +77,12 @@ class FilesystemEngine(base.Engine):
         fixed_slots=False, space_factor=1.0, frees_space=True, contained=True,
     )  # fmt: skip
     recorded_options: ClassVar[Mapping[str, object]] = {"fanout": 256}
+
+    @classmethod
+    def salvage(cls, context: base.EngineContext) -> Salvage:
+        from kvstore.backends.filesystemraw import FilesystemSalvage
+
+        return FilesystemSalvage(context)
 
     def __init__(self, context: base.EngineContext) -> None:
         super().__init__(context)

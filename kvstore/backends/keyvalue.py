@@ -292,9 +292,7 @@ class KeyValueEngine(base.Engine):
             return Finding("bad-header", path, error.message)
         if header.store != self.context.store_uuid:
             return Finding("other-store", path, f"belongs to store {header.store.hex()}")
-        name = header.generation.to_bytes(8, "big")
-        name += _space(header.namespace, header.shard, len(header.key)) + header.key
-        if key != HEADERS + name:
+        if key != HEADERS + name_of(header):
             return Finding("wrong-name", path, f"holds block {header.key.hex()}")
         return header
 
@@ -319,6 +317,12 @@ class KeyValueEngine(base.Engine):
     def notes(self) -> tuple[str, ...]:
         """Return sentences for ``status``."""
         return (self._failed,) if self._failed else ()
+
+
+def name_of(header: Header) -> bytes:
+    """Return the name under which a record is kept."""
+    space = _space(header.namespace, header.shard, len(header.key))
+    return header.generation.to_bytes(8, "big") + space + header.key
 
 
 def _space(namespace: bytes, shard: int, key_length: int) -> bytes:

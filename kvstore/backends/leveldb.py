@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from kvstore.backends.keyvalue import Get, Pair
+    from kvstore.backends.raw import Salvage
 
 CACHE_BYTES = 8 << 20
 BLOCK_BYTES = 512
@@ -62,6 +63,12 @@ class LeveldbEngine(MergedEngine):
         preferred_threads=2, atomic_batch=True, durable_without_flush=False, alignment=1,
         fixed_slots=False, space_factor=2.0, frees_space=True, contained=False,
     )  # fmt: skip
+
+    @classmethod
+    def salvage(cls, context: base.EngineContext) -> Salvage:
+        from kvstore.backends.leveldbraw import LeveldbSalvage
+
+        return LeveldbSalvage(context)
 
     def __init__(self, context: base.EngineContext) -> None:
         super().__init__(context)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from kvstore.backends.keyvalue import Get, Pair
+    from kvstore.backends.raw import Salvage
 
 DATA = "data.mdb"
 MOST_READERS = 512
@@ -62,6 +63,12 @@ class LmdbEngine(KeyValueEngine):
         preferred_threads=2, atomic_batch=True, durable_without_flush=False, alignment=1,
         fixed_slots=False, space_factor=1.1, frees_space=False, contained=False,
     )  # fmt: skip
+
+    @classmethod
+    def salvage(cls, context: base.EngineContext) -> Salvage:
+        from kvstore.backends.lmdbraw import LmdbSalvage
+
+        return LmdbSalvage(context)
 
     def __init__(self, context: base.EngineContext) -> None:
         super().__init__(context)

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.backends.base import U32, U64, Blocks
+    from kvstore.backends.raw import Salvage
 
 IO_CHOICES = ("auto", "direct", "buffered", "mmap")
 LEAST_BYTES, MOST_BYTES = 4 << 20, 256 << 20
@@ -91,6 +92,12 @@ class SuperblockEngine(base.Engine):
     @classmethod
     def options_for(cls, capacity: int) -> Mapping[str, object]:
         return {"superblock_bytes": superblock_bytes(capacity)}
+
+    @classmethod
+    def salvage(cls, context: base.EngineContext) -> Salvage:
+        from kvstore.backends.superblockraw import SuperblockSalvage
+
+        return SuperblockSalvage(context)
 
     def __init__(self, context: base.EngineContext) -> None:
         super().__init__(context)
