@@ -222,6 +222,29 @@ def _pins(store: Store, rows: U32, now: float) -> Iterator[Document]:
             }
 
 
+# -- verifying ------------------------------------------------------------------------------------
+
+
+async def scrub(request: Request, asked: Asked) -> Document:
+    """Start, pause or stop the verification of what is on disk, acknowledge what it found, or only
+    tell how far it is; with what it found since the finding numbered ``since``."""
+    store, action = await request.store(), asked.get("action", "status")
+    done: object = None
+    if action == "start":
+        done = store.scrub.start(amount(asked, "rate"))
+    elif action == "pause":
+        done = store.scrub.pause()
+    elif action == "stop":
+        done = store.scrub.stop()
+    elif action == "ack":
+        done = await request.server.in_worker(store.core.quarantine.acknowledge)
+    elif action != "status":
+        raise UsageError(f"scrub knows no action {str(action)[:40]!r}", "upgrade kvstore")
+    since = amount(asked, "since") or 0
+    new = [one for one in store.scrub.findings if int(str(one["number"])) > since]
+    return {**store.scrub.status(), "done": done, "findings": new}
+
+
 ACTIONS: dict[str, Callable[[Request, Asked], Awaitable[Document]]] = {
     "status": status,
     "list": list_blocks,
@@ -230,6 +253,7 @@ ACTIONS: dict[str, Callable[[Request, Asked], Awaitable[Document]]] = {
     "tree": tree,
     "recent": recent,
     "pins": pins,
+    "scrub": scrub,
     "evict": evict,
     "warm": warm,
 }

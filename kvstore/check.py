@@ -2,7 +2,8 @@
 
 Quarantine is a directory of copies and a ``manifest.jsonl`` with one line for each damaged record.
 It has a share of the capacity; once that is used up only manifest lines are written, and when even
-those reach the limit nothing more is.
+those reach the limit nothing more is. ``acknowledged`` tells how much of the manifest an operator
+has seen: what follows is an alarm, also after a restart.
 """
 
 from __future__ import annotations
@@ -15,18 +16,23 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvstore import files, layout, record
 from kvstore.backends.base import Status
-from kvstore.errors import KVStoreError
+from kvstore.errors import CorruptStore, KVStoreError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from kvstore.backends.base import Blocks, Engine
+    from kvstore.backends.base import U8, Blocks, Engine
 
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.jsonl"
+ACKNOWLEDGED = "acknowledged"
+_READ_BYTES = 1 << 20
 _MANIFEST_SHARE = 8
 """The manifest alone may take this fraction (1/n) of the limit beyond it."""
 
@@ -64,14 +70,65 @@ def _read_alone(engine: Engine, one: Blocks) -> tuple[memoryview, Status]:
     return image[: int(read.filled[0])], Status(int(read.statuses[0]))
 
 
+def judge_all(
+    engine: Engine, store: bytes, blocks: Blocks, images: Sequence[memoryview]
+) -> tuple[U8, U8]:
+    """Read records into ``images`` and judge them; return a Status and a Verdict for each.
+
+    A verdict counts where something was read (OK, DAMAGED); elsewhere it is DAMAGED.
+    """
+    read = engine.get_many_into(blocks, images)
+    verdicts = np.full(len(blocks), record.Verdict.DAMAGED, np.uint8)
+    for number in np.flatnonzero(np.isin(read.statuses, (Status.OK, Status.DAMAGED))).tolist():
+        verdicts[number], _, _ = record.judge(
+            images[number],
+            int(read.filled[number]),
+            store=store,
+            namespace=blocks.namespace,
+            shard=blocks.shard,
+            key=blocks.keys[number].tobytes(),
+            generation=int(blocks.generations[number]),
+            length=int(blocks.lengths[number]),
+        )
+    return read.statuses, verdicts
+
+
 class Quarantine:
-    """Copies of damaged records in ``directory``, at most ``limit`` bytes as ``du`` counts them."""
+    """Copies of damaged records in ``directory``, at most ``limit`` bytes as ``du`` counts them.
+
+    ``unacknowledged``: records that came since the last :meth:`acknowledge`, whichever process
+    found them.
+    """
 
     def __init__(self, directory: Path, limit: int) -> None:
         self.directory = directory
         self.limit = limit
         self.bytes = layout.directory_bytes(directory)
         self._lock = threading.Lock()
+        self.unacknowledged = _lines_after(directory / MANIFEST, self._seen())
+
+    def acknowledge(self) -> int:
+        """Note that an operator has seen all that is here; return how many records were new.
+
+        Raises EngineError if that cannot be written.
+        """
+        with self._lock:
+            count = self.unacknowledged
+            try:
+                size = _size(self.directory / MANIFEST)
+                files.replace(self.directory / ACKNOWLEDGED, f"{size}\n".encode())
+            except OSError as error:
+                raise files.translate(error, f"write {self.directory / ACKNOWLEDGED}") from error
+            self.unacknowledged = 0
+        return count
+
+    def _seen(self) -> int:
+        """Return how many bytes of the manifest were acknowledged; 0 if that makes no sense."""
+        try:
+            text = files.read_regular(self.directory / ACKNOWLEDGED, 64).strip()
+        except (OSError, CorruptStore):
+            return 0
+        return int(text) if text.isdigit() else 0
 
     def keep(self, engine: Engine, blocks: Blocks, reason: str) -> None:
         """Copy what can still be read of each block here and name it in the manifest.
@@ -82,6 +139,7 @@ class Quarantine:
             one = blocks.take(slice(number, number + 1))
             try:
                 with self._lock:
+                    self.unacknowledged += 1
                     self._keep_one(engine, one, reason)
             except (OSError, KVStoreError) as error:
                 log.warning("cannot quarantine %s: %s", one.keys.tobytes().hex(), error)
@@ -139,3 +197,20 @@ class Quarantine:
         finally:
             os.close(descriptor)
         self.bytes += len(text)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _lines_after(path: Path, start: int) -> int:
+    """Count the lines of a file behind ``start`` bytes; all of them if it has fewer."""
+    try:
+        with files.open_regular(path) as opened:
+            opened.seek(start if start <= _size(path) else 0)
+            return sum(part.count(b"\n") for part in iter(lambda: opened.read(_READ_BYTES), b""))
+    except OSError:
+        return 0

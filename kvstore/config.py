@@ -93,6 +93,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """With ``write = late``: longest time that an accepted block is in memory only."""
     when_full: Literal["evict", "read-only"] = "evict"
     """``read-only``: nothing is evicted, puts are answered that the store is full."""
+    scrub_rate: Size = Size(64 * MIB)
+    """Bytes a second that ``kvstore scrub`` reads; 0 = as fast as one worker can."""
     max_clients: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 256
     max_requests: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 64
     """Requests of one client under way; it is held back when it has that many."""

@@ -53,6 +53,8 @@ log = logging.getLogger(__name__)
 STORED = 1
 REMOVED = 2
 """Kinds of events, as on the wire."""
+SCRUB_RATE = 64 << 20
+"""Bytes a second that a scrub reads, unless somebody says otherwise."""
 SUSPICION_SECONDS = 10.0
 MAX_SUSPECTS = 65_536
 MAX_ANCESTORS = 4096
@@ -162,6 +164,7 @@ class Core:
     _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
     may_evict: bool = True
     """Whether blocks leave when there is no room; else puts are answered FULL."""
+    scrub_rate: int = SCRUB_RATE
     writer: Writer = field(init=False)
     rooms: Rooms = field(init=False)
     late: Late = field(init=False)

@@ -21,7 +21,7 @@ from kvstore.index import DISK, MEM, UNSYNCED
 from kvstore.job import Job, shares
 from kvstore.keys import KeyArray, space_number
 from kvstore.record import Verdict
-from kvstore.removal import discard
+from kvstore.removal import drop_bad
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -240,22 +240,12 @@ class Get(Job):
         """Drop what is not there or not whole; a failed read drops nothing."""
         if not bad.any():
             return
-        core, reads = self._core, self._reads
-        rows, generations = self._rows, self._generations
-        missing = bad & (reads == Status.MISSING)
-        read = bad & ((reads == Status.OK) | (reads == Status.DAMAGED))
-        unreadable = reads == Status.UNREADABLE
-        again = unreadable.copy()
-        again[unreadable] = core.suspect(rows[unreadable], generations[unreadable])
-        read |= again
+        core, rows, generations = self._core, self._rows, self._generations
         # Bits that flipped in memory say nothing about the disk: only the copy goes.
-        flipped = read & self._in_memory & ((core.index.flags[rows] & DISK) != 0)
+        flipped = bad & self._in_memory & ((core.index.flags[rows] & DISK) != 0)
         core.forget_copies(rows[flipped], generations[flipped])
-        read &= ~flipped
-        stale = read & (self._verdicts == Verdict.STALE)
-        discard(core, rows[missing], generations[missing], "missing")
-        discard(core, rows[stale], generations[stale], "stale")
-        discard(core, rows[read & ~stale], generations[read & ~stale], "damaged")
+        rest = bad & ~flipped
+        drop_bad(core, rows[rest], generations[rest], self._reads[rest], self._verdicts[rest])
 
     def payload(self, position: int) -> memoryview:
         """Return the payload of the block at ``position``, which must be OK; no copy."""

@@ -22,7 +22,7 @@ from kvstore.backends import ALIASES, engine_class, plain_name
 from kvstore.backends.base import EngineContext
 from kvstore.boot import Boot
 from kvstore.check import Quarantine
-from kvstore.core import Core
+from kvstore.core import SCRUB_RATE, Core
 from kvstore.errors import ConfigError, StoreFull, StoreNotFound
 from kvstore.index import Index, Rows
 from kvstore.job import Step
@@ -62,9 +62,10 @@ class Options:
     ``capacity`` and ``min_free`` in bytes. ``memory_bytes`` is the memory tier, ``bounce_bytes``
     the memory for blocks in flight that pass by it. With ``write`` = ``late`` accepted blocks are
     written when they leave memory, or after ``max_dirty_age`` seconds. With ``when_full`` =
-    ``read-only`` nothing is evicted: puts are answered FULL when there is no room. With ``scan``
-    all headers are compared with the index first, whatever the journal says. ``quarantine``: where
-    damaged records are copied, without a limit, instead of the store's own share.
+    ``read-only`` nothing is evicted: puts are answered FULL when there is no room. ``scrub_rate``
+    is bytes a second, 0 = as fast as a worker can. With ``scan`` all headers are compared with the
+    index first, whatever the journal says. ``quarantine``: where damaged records are copied,
+    without a limit, instead of the store's own share.
     """
 
     engine: str | None = None
@@ -77,6 +78,7 @@ class Options:
     write: Literal["through", "late"] = "through"
     max_dirty_age: float = 300.0
     when_full: Literal["evict", "read-only"] = "evict"
+    scrub_rate: int = SCRUB_RATE
     scan: bool = False
     quarantine: Path | None = None
 
@@ -307,6 +309,7 @@ class Opening:
             checkpoint_bytes=loaded.checkpoint_bytes,
             journal_bytes_before=loaded.earlier_journal_bytes,
             may_evict=self.options.when_full == "evict",
+            scrub_rate=self.options.scrub_rate,
         )
         core.writer = Writer(core)
         core.rooms = Rooms(core)

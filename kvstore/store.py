@@ -20,6 +20,7 @@ from kvstore.get import Get, Warm
 from kvstore.keys import space_number
 from kvstore.put import Put
 from kvstore.removal import Removal, choose_victims, evict, heed_failures, retire
+from kvstore.scrub import Scrub
 from kvstore.upkeep import Flush, SaveUse, Upkeep
 from kvstore.writer import MAX_ERRORS
 
@@ -68,6 +69,7 @@ class Store:
         self.core = core
         self._lock = lock
         self._upkeep = Upkeep(core)
+        self.scrub = Scrub(core, core.scrub_rate)
         self._opened = time.monotonic()
 
     # -- jobs -------------------------------------------------------------------------------------
@@ -101,7 +103,9 @@ class Store:
 
     def tick(self) -> None:
         """Queue what is due; call it once a second."""
-        self._upkeep.tick(time.monotonic())
+        now = time.monotonic()
+        self._upkeep.tick(now)
+        self.scrub.tick(now)
 
     def checkpoint(self) -> None:
         """Queue the writing of a checkpoint, due or not."""
@@ -302,8 +306,11 @@ class Store:
             found.append(f"{len(core.suspects)} blocks could not be read lately")
         if core.space.at_floor:
             found.append("free space of the filesystem is below the floor (min_free)")
-        if core.counters.corrupt_blocks:
-            found.append(f"{core.counters.corrupt_blocks} damaged blocks found; see quarantine/")
+        if core.quarantine.unacknowledged:
+            found.append(
+                f"{core.quarantine.unacknowledged} damaged blocks found; see quarantine/, then run "
+                "kvstore scrub ack"
+            )
         return found
 
     def status(self) -> dict[str, object]:
@@ -343,6 +350,7 @@ class Store:
             "pinned_blocks": len(core.index.pins),
             "pinned_bytes": core.index.pinned_bytes(core.clock.seconds()),
             **counters,
+            "scrub": self.scrub.status(),
             "notes": [*core.stats.notes, *core.namespaces.problems],
             "problems": problems,
             "uptime_seconds": round(time.monotonic() - self._opened, 1),
@@ -380,7 +388,9 @@ class Store:
             core.journal.sync()
 
     def stop_scan(self) -> None:
-        """Give up the scan that is under way, if any; the next opening begins it anew."""
+        """Give up the scan that is under way, if any; the next opening begins it anew, and goes on
+        with a scrub."""
+        self.scrub.hold()
         if self.core.scan is not None:
             self.core.scan.cancel()
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CURSOR = "fsck.json"
 """Where the last verification ended; see :mod:`kvstore.fsck`."""
 _PARTS = (layout.NAMESPACES, layout.INCOMING, layout.QUARANTINE)
-_OURS = {layout.STORE_FILE, layout.LOCK, CURSOR, *_PARTS, "lost+found"}
+_OURS = {layout.STORE_FILE, layout.LOCK, CURSOR, "scrub.json", *_PARTS, "lost+found"}
 _JOURNAL = re.compile(r"(journal|checkpoint)\.[0-9a-f]{16}")
 _NAMESPACE = re.compile(rf"[0-9a-f]{{{2 * NAMESPACE_ID_BYTES}}}\.json")
 _OWNER_BITS = {True: 0o700, False: 0o600}

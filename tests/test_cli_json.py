@@ -25,7 +25,7 @@ from tests.command import COMMAND, Daemon, Ran, run_command
 
 DOCS = Path(__file__).parent.parent / "docs"
 NAMES = [words[1:] for words, _ in reference.commands(("kvstore",), kvstore)]
-GROUPS = {(), ("bench",), ("config",)}
+GROUPS = {(), ("bench",), ("config",), ("scrub",)}
 ONLINE = [
     ["status"],
     ["status", "--watch", "--count", "1"],
@@ -41,6 +41,11 @@ ONLINE = [
     ["unpin", "00ff"],
     ["pins"],
     ["flush"],
+    ["scrub", "start"],
+    ["scrub", "pause"],
+    ["scrub", "stop"],
+    ["scrub", "status"],
+    ["scrub", "ack"],
 ]
 """A call of every command that asks the daemon; ``inspect`` reads the store if there is none."""
 OFFLINE = [
@@ -80,7 +85,9 @@ def test_every_command_says_what_its_json_holds() -> None:
 
 
 def test_every_command_is_tried_here() -> None:
-    tried = {tuple(call[:2]) if call[0] == "config" else (call[0],) for call in (*ONLINE, *OFFLINE)}
+    tried = {
+        tuple(call[:2]) if (call[0],) in GROUPS else (call[0],) for call in (*ONLINE, *OFFLINE)
+    }
     apart = {("serve",), ("create",), ("inspect",)}
     assert tried | apart == {
         words for words in NAMES if words not in GROUPS and words[0] != "bench"
@@ -112,6 +119,10 @@ def test_documents_are_as_documented(daemon: Daemon, tmp_path: Path) -> None:
     check(daemon.run("evict", "--all", "-n", "--json"), "evict", 3)
     check(daemon.run("unpin", keys[0], "--json"), "unpin")
     check(daemon.run("flush", "--json"), "flush")
+    check(daemon.run("scrub", "start", "--wait", "--json"), "scrub start --wait")
+    check(daemon.run("scrub", "start", "--rate", "1", "--json"), "scrub start")
+    for action in ("pause", "status", "stop", "ack"):
+        check(daemon.run("scrub", action, "--json"), f"scrub {action}")
     for chosen in ([], [str(daemon.store)]):
         if chosen:
             assert daemon.stop() == 0

@@ -207,6 +207,7 @@ def _server_options(loaded: Loaded) -> ServerOptions:
             write=settings.write,
             max_dirty_age=settings.max_dirty_age,
             when_full=settings.when_full,
+            scrub_rate=settings.scrub_rate,
         ),
         workers=settings.workers,
         max_clients=settings.max_clients,

@@ -14,6 +14,17 @@ NAME: Fields = {
     "shard": ("integer", "number of the parallel rank"),
     "key": ("hex", "key of the block"),
 }
+SCRUB: Fields = {
+    "state": ("string", "idle, running or paused"),
+    "rate": ("integer", "bytes a second at most; 0 = no limit"),
+    "blocks": ("integer", "blocks looked at in this pass, or the last one"),
+    "bytes": ("integer", "what their records take on disk"),
+    "total_bytes": ("integer or null", "of so many; null when no pass is under way"),
+    "eta_seconds": ("number or null", "time left at that rate"),
+    "found": ("found", "what this pass found"),
+    "started": ("number or null", "seconds since 1970"),
+    "finished": ("number or null", "when a pass came to its end the last time"),
+}
 SHAPES: dict[str, Fields] = {
     "block": NAME,
     "pin": {
@@ -83,6 +94,18 @@ SHAPES: dict[str, Fields] = {
         "key_mismatch": ("integer", "records in the place or under the name of another block"),
         "truncated": ("integer", "records that were cut off"),
     },
+    "finding": {
+        "kind": ("string", "damaged, missing, stale or unreadable"),
+        **NAME,
+        "path": ("string", "where its record lies, below STORE/blocks"),
+    },
+    "found": {
+        "damaged": ("integer", "records that are not whole: dropped, a copy is in quarantine/"),
+        "missing": ("integer", "blocks without a record: dropped"),
+        "stale": ("integer", "records of another key or version in a block's place: dropped"),
+        "unreadable": ("integer", "records that the device refused to read"),
+    },
+    "scrub": SCRUB,
     "kept": {
         "pinned": ("integer", "blocks that are pinned"),
         "in_use": ("integer", "blocks leased, being read or written"),
@@ -157,6 +180,7 @@ STATUS: Fields = {
     "missing_blocks": ("integer", "blocks without a record"),
     "memory_errors": ("integer", "copies in memory that failed verification"),
     "failed_jobs": ("integer", "pieces of work that failed"),
+    "scrub": ("scrub", "verification of what lies on disk"),
     "uptime_seconds": ("number", "since the store was opened"),
 }
 RECOVERING: Fields = {
@@ -288,6 +312,12 @@ DOCUMENTS: dict[str, Fields] = {
         "problems": ("list of string", "what else is wrong"),
         "next_command": ("string or null", "what to do next"),
     },
+    "scrub start": SCRUB,
+    "scrub start --wait": {**SCRUB, "findings": ("list of finding", "what it found, in order")},
+    "scrub pause": SCRUB,
+    "scrub stop": SCRUB,
+    "scrub status": {**SCRUB, "findings": ("list of finding", "the last 1,024 of this daemon")},
+    "scrub ack": {"acknowledged": ("integer", "damaged records since the last time")},
     "engines": {"engines": ("list of engine", "the engines")},
     "config check": {
         "valid": ("boolean", "serve would take these settings"),

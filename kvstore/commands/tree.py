@@ -54,6 +54,9 @@ PLACES = {
         "recover",
         "Make a store that is damaged open again, with every block that is whole.",
     ),
+    "scrub": Place(
+        "scrubbing", "scrub", "Have the daemon verify what lies on disk, while it serves."
+    ),
     "serve": Place("daemon", "serve", "Run the daemon in the foreground until SIGTERM."),
     "status": Place("watch", "status", "Show how the daemon and its store are doing."),
     "top": Place("watch", "top", "Show what the daemon does, line by line."),
