@@ -33,6 +33,7 @@ class Class(NamedTuple):
 
 D, R, N = Severity.DAMAGE, Severity.REPAIRABLE, Severity.NOTE
 _RECOVER = "nothing: run `kvstore recover`"
+_ANEW = "makes the store anew out of the raw files, as `kvstore recover` does"
 _NOTHING = "nothing"
 _DROP = "copies what can be read to quarantine, then drops the block: a miss"
 
@@ -77,10 +78,10 @@ CLASSES: Mapping[str, Class] = {
     "unfinished": Class(N, "a version that a kill left, as the journal says", "removes it"),
     "unsynced": Class(N, "lost with the power before it was synced", "drops it: a miss"),
     # The engine.
-    "engine-unopenable": Class(D, "the engine does not open", _RECOVER),
-    "engine-died": Class(D, "the process that looked at the engine died of it", _RECOVER),
-    "bad-tree": Class(D, "the library's own structure is damaged", _RECOVER),
-    "bad-superblock": Class(D, "a super-block without a valid header", _RECOVER),
+    "engine-unopenable": Class(D, "the engine does not open", _ANEW),
+    "engine-died": Class(D, "the process that looked at the engine died of it", _ANEW),
+    "bad-tree": Class(D, "the library's own structure is damaged", _ANEW),
+    "bad-superblock": Class(D, "a super-block without a valid header", _ANEW),
     "cut-file": Class(
         D, "a file of the engine was cut off", "makes it whole; blocks in it are lost"
     ),

@@ -29,7 +29,7 @@ from kvstore.backends.base import EngineContext
 from kvstore.compare import Comparison, Index
 from kvstore.errors import CorruptStore, EngineDied, KVStoreError, PermissionDenied, StoreNotFound
 from kvstore.events import Kind
-from kvstore.findings import OF_ENGINES, Found, Severity
+from kvstore.findings import CLASSES, OF_ENGINES, Found, Severity
 from kvstore.isolate import LIMIT_SECONDS, Child, Inspection
 from kvstore.namespaces import Namespaces
 from kvstore.settle import settle
@@ -60,8 +60,8 @@ _OF_VERDICTS = {
     Verdict.STALE: "wrong-record",
     Verdict.PADDING: "padding",
 }
-_RECOVERABLE = ("store-file", "engine-unopenable", "engine-died", "bad-tree", "bad-superblock")
-"""What only ``kvstore recover`` helps against."""
+BEYOND_REPAIR = ("engine-unopenable", "engine-died", "bad-tree", "bad-superblock")
+"""What only making the store anew out of the raw files helps against."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,16 @@ class Report:
     @property
     def beyond_repair(self) -> bool:
         """Whether the engine must be made anew."""
-        return any(one.id in _RECOVERABLE for one in self.found)
+        return any(one.id in BEYOND_REPAIR for one in self.found)
+
+    @property
+    def to_do(self) -> dict[str, int]:
+        """How many findings there are of each kind that a repair acts on."""
+        return {
+            name: count
+            for name, count in self.counts.items()
+            if not CLASSES[name].repair.startswith("nothing")
+        }
 
 
 class Check:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,7 @@ from kvstore.opening import Options, open_store
 from kvstore.removal import discard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvstore.backends.base import Engine
     from kvstore.fsck import Report
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     Answers = Iterator[tuple[Document, Sequence[Array]]]
 
 MODULE = "kvstore.mend"
+MOST_ROUNDS = 4
 _ANEW = ("wrong-place", "shared-place", "duplicate")
 """What the index must be made anew for."""
 _NOT_INSIDE = (
@@ -77,6 +79,22 @@ def new_folder(path: Path, quarantine: Path | None) -> Path:
         number += 1
         folder = base.with_name(f"{base.name}.{number}")
     return folder
+
+
+def until_done(
+    report: Report, again: Callable[[], Report], folder: Path, limit: float, done: Done
+) -> Report:
+    """Repair what a check found, check ``again``, and so on until nothing changes; return the last
+    check. One repair may bring to light what lay below another. Raises what :func:`repair` does."""
+    left = report
+    for _ in range(MOST_ROUNDS):
+        repair(left, folder, limit, done)
+        before, left = left, again()
+        if not left.to_do or left.counts == before.counts:
+            break
+    with suppress(OSError):
+        folder.rmdir()  # nothing had to go there
+    return left
 
 
 def repair(report: Report, folder: Path, limit: float, done: Done) -> None:

@@ -27,8 +27,8 @@ _OURS = {layout.STORE_FILE, layout.LOCK, CURSOR, "scrub.json", *_PARTS, "lost+fo
 _JOURNAL = re.compile(r"(journal|checkpoint)\.[0-9a-f]{16}")
 _NAMESPACE = re.compile(rf"[0-9a-f]{{{2 * NAMESPACE_ID_BYTES}}}\.json")
 _OWNER_BITS = {True: 0o700, False: 0o600}
-_OTHERS = 0o027
-"""Rights that nobody but the owner (and, to read, the group) may have."""
+_OTHERS = 0o022
+"""Rights to write that nobody but the owner may have."""
 
 
 class Survey:
@@ -135,7 +135,7 @@ def _wrong_mode(mode: int, *, folder: bool) -> str:
 
 def right_mode(mode: int, *, folder: bool) -> int:
     """Return the mode that a file or directory of the store should have, near to what it has."""
-    return (stat.S_IMODE(mode) | _OWNER_BITS[folder]) & ~_OTHERS & 0o777
+    return (stat.S_IMODE(mode) | _OWNER_BITS[folder]) & ~_OTHERS
 
 
 def put_right(store: Path, found: Found, quarantine: Path) -> bool:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from kvstore.fsck import Options, Report
     from kvstore.mend import Done
 
-MOST_ROUNDS = 4
-"""Repairs in a row: one may bring to light what lay below another."""
 _STYLES = {"damage": "red", "repairable": "yellow", "note": "bold"}
 
 
@@ -180,7 +178,7 @@ class _Run:
         report = self._check(self._options)
         if report is None:
             return INTERRUPTED
-        if not repair or not _to_do(report):
+        if not repair or not report.to_do:
             return self._finish(report, done)
         self._plan(report)
         if dry_run:
@@ -233,32 +231,28 @@ class _Run:
         from kvstore.findings import CLASSES
 
         self._call.output.note("this repair would act on:")
-        for name, count in sorted(_to_do(report).items()):
+        for name, count in sorted(report.to_do.items()):
             self._call.output.note(f"  {count:,} {name}: {CLASSES[name].repair}")
         size = sum(found.bytes for found in report.faults)
         self._call.output.note(f"  records concerned take {size:,} bytes")
 
     def _repair(self, report: Report, done: Done) -> Report:
-        """Repair and check again until nothing more can be done; return the last check."""
+        """Repair, check again, and so on; return the last check."""
         from dataclasses import replace
 
         from kvstore import mend
         from kvstore.fsck import HEADERS
 
-        folder = mend.new_folder(self._path, self._quarantine)
-        shallow = replace(self._options, depth=min(self._options.depth, HEADERS))
-        shallow = replace(shallow, depth=HEADERS)
-        left = report
-        for _ in range(MOST_ROUNDS):
-            mend.repair(left, folder, self._options.engine_seconds, done)
-            again = self._check(shallow)
-            if again is None:
+        shallow = replace(self._options, depth=HEADERS)
+
+        def again() -> Report:
+            found = self._check(shallow)
+            if found is None:
                 raise KeyboardInterrupt
-            before, left = left, again
-            if not _to_do(left) or left.counts == before.counts:
-                break
-        with suppress(OSError):
-            folder.rmdir()  # nothing had to go there
+            return found
+
+        folder = mend.new_folder(self._path, self._quarantine)
+        left = mend.until_done(report, again, folder, self._options.engine_seconds, done)
         left.bytes, left.checked = report.bytes, report.checked
         return left
 
@@ -272,21 +266,6 @@ class _Run:
     ) -> None:
         told = summary(report, done, first or report, code, time.monotonic() - self._begun)
         self._call.output.line(told, _summary_lines(told))
-
-
-def _to_do(report: Report) -> dict[str, int]:
-    """Return how many findings of each kind a repair acts on."""
-    from kvstore.findings import CLASSES
-
-    return {
-        name: count
-        for name, count in report.counts.items()
-        if not CLASSES[name].repair.startswith("nothing") or name in REBUILT
-    }
-
-
-REBUILT = ("engine-unopenable", "engine-died", "bad-tree", "bad-superblock")
-"""What a repair makes anew out of the raw files."""
 
 
 def summary(
@@ -329,8 +308,10 @@ def summary(
 
 def _next(report: Report) -> str:
     """Return the command that helps against what is left."""
+    from kvstore.fsck import BEYOND_REPAIR
+
     names = {one.id for one in report.faults}
-    if names & {"store-file", *REBUILT}:
+    if names & {"store-file", *BEYOND_REPAIR}:
         return f"kvstore recover {report.store}"
     if names == {"owner"}:
         owner = report.store.stat()
