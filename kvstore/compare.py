@@ -6,7 +6,7 @@ same block, same place, same length. Whatever is left over on either side is a f
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -59,11 +59,6 @@ def gather(scan: Iterable[Scanned]) -> Scanned:
     names = [one.name for one in fields(Scanned)][:-1]
     columns = {name: np.concatenate([getattr(b, name) for b in batches]) for name in names}
     return Scanned(**columns, strange=tuple(one for b in batches for one in b.strange))
-
-
-def with_strange(scanned: Scanned, strange: tuple[Finding, ...]) -> Scanned:
-    """Return the same records with these findings."""
-    return replace(scanned, strange=strange)
 
 
 def compare(index: Index, scanned: Scanned | None, engine: Engine, blocks: str) -> Comparison:
@@ -152,16 +147,16 @@ class _Work:
         rows = index.rows
         ours = _digests(rows["namespace"], rows["shard"], rows["key_length"], rows["key"])
         order = np.argsort(ours)
+        ordered = ours[order]
         for number in which.tolist():
-            at = int(np.searchsorted(ours[order], theirs[number])) if len(ours) else 0
-            there = at < len(ours) and ours[order[at]] == theirs[number]
+            at = int(np.searchsorted(ordered, theirs[number]))
+            there = at < len(ours) and ordered[at] == theirs[number]
             newer = not there or scanned.generations[number] > rows["generation"][order[at]]
             if newer and not index.whole:
                 continue  # told by what is wrong with the journal
             name = "orphan" if newer else "superseded"
-            self._record(
-                scanned, number, name, "the index has another version" * there or "unknown"
-            )
+            detail = "the index has another version" if there else "the index does not know it"
+            self._record(scanned, number, name, detail)
 
     def unseen(self, strange: dict[str, Finding]) -> None:
         """Tell what became of the rows without a record: damaged in its place, or gone."""

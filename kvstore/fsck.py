@@ -15,34 +15,39 @@ acts on what a check found, and another check tells whether that was enough.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore import checkpoint, compare, files, layout, record
+from kvstore import checkpoint, compare, files, layout, payloads, record
 from kvstore.backends import engine_class
 from kvstore.backends.base import EngineContext
 from kvstore.compare import Comparison, Index
-from kvstore.errors import CorruptStore, EngineDied, KVStoreError, PermissionDenied, StoreNotFound
+from kvstore.errors import (
+    CorruptStore,
+    EngineDied,
+    EngineError,
+    EngineHung,
+    KVStoreError,
+    PermissionDenied,
+    StoreNotFound,
+)
 from kvstore.events import Kind
 from kvstore.findings import CLASSES, OF_ENGINES, Found, Severity
 from kvstore.isolate import LIMIT_SECONDS, Child, Inspection
 from kvstore.namespaces import Namespaces
 from kvstore.settle import settle
 from kvstore.space import quarantine_limit
-from kvstore.survey import CURSOR, Survey
-from kvstore.verify import Kind as Verdict
-from kvstore.versions import blocks_of
+from kvstore.survey import Survey
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from kvstore.backends.base import Finding
+    from kvstore.backends.base import Engine, Finding
     from kvstore.checkpoint import Loaded
     from kvstore.layout import StoreRecord
     from kvstore.settle import Settled
@@ -50,16 +55,6 @@ if TYPE_CHECKING:
 QUICK, HEADERS, PAYLOADS = range(3)
 """How deep a check goes."""
 _NEVER = (1 << 64) - 1
-_CHUNK_BYTES, _CHUNK_ROWS = 256 << 20, 4096
-_OF_VERDICTS = {
-    Verdict.MISSING: "missing",
-    Verdict.UNREADABLE: "unreadable",
-    Verdict.HEADER: "header-damaged",
-    Verdict.PAYLOAD: "payload-damaged",
-    Verdict.TRUNCATED: "truncated",
-    Verdict.STALE: "wrong-record",
-    Verdict.PADDING: "padding",
-}
 BEYOND_REPAIR = ("engine-unopenable", "engine-died", "bad-tree", "bad-superblock")
 """What only making the store anew out of the raw files helps against."""
 
@@ -157,9 +152,7 @@ class Check:
         except PermissionDenied as error:
             return self._without_record(error)
         self._directory(found.blocks)
-        index = self._index(found)
-        if index is not None:
-            self._engine(found, index)
+        self._engine(found, self._index(found))
         self._room(found)
         return self.report
 
@@ -190,8 +183,8 @@ class Check:
         self.report.used_bytes = survey.bytes
         self._quarantine_bytes = survey.quarantine_bytes
 
-    def _index(self, found: StoreRecord) -> Index | None:
-        """Replay the journal; None where the engine's directory cannot even be listed."""
+    def _index(self, found: StoreRecord) -> Index:
+        """Replay the journal."""
         folder = self._path / found.blocks
         loaded = checkpoint.load(folder, found.uuid, found.epoch)
         self.report.untrusted = loaded.torn or loaded.missing
@@ -232,138 +225,77 @@ class Check:
         try:
             with Child(subject, limit=self._options.engine_seconds) as child:
                 inspection = Inspection(child, found.engine, context)
-                self._structure(inspection, found)
+                self._structure(inspection, found.blocks)
                 if self._options.depth >= HEADERS:
-                    result = self._records(inspection, index, engine, found)
+                    result = self._records(inspection, index, engine, found.blocks)
                     if self._options.depth >= PAYLOADS:
-                        self._payloads(inspection, index, result, engine, found)
+                        self._payloads(inspection, index, engine, found, result)
         except EngineDied as error:
             self._note(Found("engine-died", found.blocks, error.message))
-        except CorruptStore as error:
+        except (CorruptStore, StoreNotFound) as error:
             self._note(Found("engine-unopenable", found.blocks, error.message))
-        except KVStoreError as error:
-            if error.exit_code not in (KVStoreError.exit_code, 10) or _may_not(error):
-                raise
+        except EngineHung:
+            raise
+        except EngineError as error:
             self._note(Found("engine-unopenable", found.blocks, error.message))
 
-    def _structure(self, inspection: Inspection, found: StoreRecord) -> None:
+    def _structure(self, inspection: Inspection, blocks: str) -> None:
         known = {one.path for one in self.report.found}
         for one in inspection.check():
-            name = OF_ENGINES[one.kind]
-            if one.kind == "short":
-                name = "cut-file"
-            path = f"{found.blocks}/{one.path}"
+            name = "cut-file" if one.kind == "short" else OF_ENGINES[one.kind]
+            path = f"{blocks}/{one.path}"
             if path not in known:
                 self.report.strange.append(one)
                 self._note(Found(name, path, one.detail))
 
     def _records(
-        self, inspection: Inspection, index: Index, engine: object, found: StoreRecord
+        self, inspection: Inspection, index: Index, engine: Engine, blocks: str
     ) -> Comparison:
+        report = self.report
         scanned = compare.gather(inspection.scan())
-        told = {one.path for one in self.report.strange}
-        fresh = tuple(one for one in scanned.strange if one.path not in told)
-        scanned = compare.with_strange(scanned, fresh)
-        result = compare.compare(index, scanned, engine, found.blocks)  # type: ignore[arg-type]
-        self.report.strange += fresh
-        self.report.records, self.report.bad = result.records, result.bad
-        self.report.checked = len(index.rows)
-        self._notes(result.found)
+        told = {one.path for one in report.strange}
+        strange = tuple(one for one in scanned.strange if one.path not in told)
+        result = compare.compare(index, replace(scanned, strange=strange), engine, blocks)
+        report.strange += strange
+        report.records, report.bad = result.records, result.bad
+        report.checked = len(index.rows)
+        for found in result.found:
+            self._note(found)
         return result
 
     def _payloads(
         self,
         inspection: Inspection,
         index: Index,
-        result: Comparison,
-        engine: object,
+        engine: Engine,
         found: StoreRecord,
+        result: Comparison,
     ) -> None:
         """Verify payloads in the order in which they lie, from where the last check ended."""
-        rows = index.rows
+        options, report, rows = self._options, self.report, index.rows
         order = np.lexsort((rows["generation"], rows["place"]))
         order = order[result.seen[order] & ~result.bad[order]]
-        sizes = record.image_bytes_of(rows["length"].astype(np.uint32))
-        total = int(sizes[order].sum())
-        order = np.roll(order, -self._start(found, rows[order]))
-        budget = min(int(total * self._options.share), self._options.most_bytes or total)
-        if self._options.share >= 1 and self._options.most_bytes is None:
-            budget = total
-        done = at = 0
-        self.report.checked = 0
-        while at < len(order) and done < budget and not self._late():
-            chunk = order[at : at + _CHUNK_ROWS]
-            chunk = chunk[: max(1, int(np.searchsorted(np.cumsum(sizes[chunk]), _CHUNK_BYTES)))]
-            self._verify(inspection, index, chunk, engine, found)
-            done, at = done + int(sizes[chunk].sum()), at + len(chunk)
-            self.report.checked, self.report.bytes = at, done
-            self._seen(done, budget)
-        self.report.finished = at >= len(order)
-        if self._options.partly and len(order):
-            self._keep_place(found, rows[order[at % len(order)]])
+        total = int(record.image_bytes_of(rows["length"][order].astype(np.uint32)).sum())
+        if options.partly:
+            order = np.roll(order, -payloads.start(self._path, found.uuid, rows[order]))
+        budget = min(int(total * options.share), options.most_bytes or total)
+        reader = payloads.Payloads(inspection, engine, index, found.blocks)
+        report.checked = report.bytes = 0
+        while report.checked < len(order) and report.bytes < budget and not self._late():
+            rest = order[report.checked : report.checked + payloads.CHUNK_ROWS]
+            count, size, bad = reader.verify(rest, budget - report.bytes)
+            for row, one in bad:
+                report.bad[row] |= one.id not in ("unreadable", "padding")
+                self._note(one)
+            report.checked, report.bytes = report.checked + count, report.bytes + size
+            self._seen(report.bytes, budget)
+        report.finished = report.checked == len(order)
+        if options.partly and len(order):
+            payloads.keep(self._path, found.uuid, rows[order[report.checked % len(order)]])
 
     def _late(self) -> bool:
         limit = self._options.max_seconds
         return limit is not None and time.monotonic() - self._begun > limit
-
-    def _verify(
-        self,
-        inspection: Inspection,
-        index: Index,
-        chunk: np.ndarray,
-        engine: object,
-        found: StoreRecord,
-    ) -> None:
-        rows = index.rows
-        by_generation = dict(zip(rows["generation"][chunk].tolist(), chunk.tolist(), strict=True))
-        for blocks in blocks_of(rows[chunk]):
-            first = 0
-            for verdicts in inspection.verify(blocks):
-                for at in np.flatnonzero(verdicts.kinds).tolist():
-                    row = by_generation[int(blocks.generations[first + at])]
-                    verdict = Verdict(int(verdicts.kinds[at]))
-                    one = blocks.take(slice(first + at, first + at + 1))
-                    path = f"{found.blocks}/{engine.where(one)[0]}"  # type: ignore[attr-defined]
-                    self._judge(index, row, verdict, path, verdicts.reasons.get(str(at), ""))
-                first += len(verdicts.kinds)
-
-    def _judge(self, index: Index, row: int, verdict: Verdict, path: str, why: str) -> None:
-        name = _OF_VERDICTS[verdict]
-        lost = int(index.rows["generation"][row]) > index.synced
-        if lost and verdict not in (Verdict.UNREADABLE, Verdict.PADDING):
-            name = "unsynced"
-        self.report.bad[row] |= verdict not in (Verdict.UNREADABLE, Verdict.PADDING)
-        self._note(compare.found_row(index.rows, row, name, path, why))
-
-    # -- where a share of the payloads ended ------------------------------------------------------
-
-    def _start(self, found: StoreRecord, rows: np.ndarray) -> int:
-        """Return the position of the first row to verify: behind those of the last check."""
-        if not self._options.partly:
-            return 0
-        try:
-            noted = json.loads(files.read_regular(self._path / CURSOR, 4096))
-            if noted["uuid"] != found.uuid.hex():
-                return 0
-            place, generation = int(noted["place"]), int(noted["generation"])
-        except (OSError, CorruptStore, ValueError, TypeError, KeyError):
-            return 0
-        behind = (rows["place"] > place) | (
-            (rows["place"] == place) & (rows["generation"] >= generation)
-        )
-        return int(behind.argmax()) if behind.any() else 0
-
-    def _keep_place(self, found: StoreRecord, row: np.ndarray) -> None:
-        noted = {
-            "uuid": found.uuid.hex(),
-            "place": int(row["place"]),
-            "generation": int(row["generation"]),
-        }
-        try:
-            files.replace(self._path / CURSOR, json.dumps(noted).encode() + b"\n")
-        except OSError:
-            # On a read-only mount the next check begins anew, as this one did.
-            return
 
     # -- room -------------------------------------------------------------------------------------
 
@@ -390,7 +322,3 @@ def _synced(loaded: Loaded, settled: Settled) -> int:
     boot = layout.boot_id()
     lost_power = not loaded.clean and len(loaded.events) and (not boot or boot != loaded.boot_id)
     return settled.synced if lost_power else _NEVER
-
-
-def _may_not(error: KVStoreError) -> bool:
-    return isinstance(error, PermissionDenied)

@@ -23,8 +23,16 @@ from kvstore.backends.base import EngineContext
 from kvstore.boot import Boot
 from kvstore.check import Quarantine
 from kvstore.core import SCRUB_RATE, Core
-from kvstore.errors import ConfigError, StoreFull, StoreNotFound
+from kvstore.errors import (
+    ConfigError,
+    CorruptStore,
+    EngineHung,
+    KVStoreError,
+    StoreFull,
+    StoreNotFound,
+)
 from kvstore.index import Index, Rows
+from kvstore.isolate import Child, Inspection
 from kvstore.job import Step
 from kvstore.journal import Journal
 from kvstore.keys import DEFAULT_NAMESPACE, named
@@ -202,15 +210,17 @@ class Opening:
         """Return the open store, or None after :meth:`cancel`."""
         assert self._record is not None
         assert self._lock is not None
-        self.phase = "opening the engine"
+        self.phase = "reading the journal"
         namespaces = Namespaces(self.path / layout.NAMESPACES)
         namespaces.load()
-        engine = _engine(self.path, self._record, self.options)
-        engine.open()
-        self.phase = "reading the journal"
         loaded = checkpoint.load(
             self.path / self._record.blocks, self._record.uuid, self._record.epoch
         )
+        self.phase = "opening the engine"
+        engine = _engine(self.path, self._record, self.options)
+        if not (loaded.clean or engine.capabilities.contained):
+            _look_apart(engine)
+        engine.open()
         if not engine.capabilities.persistent:
             log.warning("the engine %s forgets its blocks at the end", self._record.engine)
             loaded = replace(loaded, events=loaded.events[:0])
@@ -389,6 +399,22 @@ class Opening:
         size = int(record.image_bytes_of(core.index.sizes[victims]).sum())
         log.warning("will evict %d blocks, %d bytes, to fit the capacity", len(victims), size)
         core.trim_due = True
+
+
+def _look_apart(engine: Engine) -> None:
+    """Have a child open the engine before we do, for its damage may end whoever does.
+
+    Raises CorruptStore that names ``kvstore recover``, EngineHung. What else is wrong shows when we
+    open it ourselves.
+    """
+    context = replace(engine.context, read_only=True)
+    with Child(f"the {engine.name} engine in {context.directory}") as child:
+        try:
+            Inspection(child, engine.name, context).check()
+        except (CorruptStore, EngineHung):
+            raise
+        except KVStoreError as error:
+            log.warning("the engine could not be looked at apart: %s", error.message)
 
 
 def _populate(core: Core) -> None:
