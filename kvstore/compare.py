@@ -41,16 +41,18 @@ class Index:
 
 @dataclass
 class Comparison:
-    """``seen``: which rows have a record. ``bad``: which must be dropped. ``records``: how many
+    """``seen``: which rows have a record, ``elsewhere`` than in their place. ``bad``: which must be dropped. ``records``: how many
     records there are; ``unknown`` of them are not in the index, ``free`` in slots that no block is
-    in."""
+    in. ``strange``: what the engine found, without what lies in free slots."""
 
     seen: Mask
     bad: Mask
+    elsewhere: Mask
     records: int = 0
     unknown: int = 0
     free: int = 0
     found: list[Found] = field(default_factory=list)
+    strange: list[Finding] = field(default_factory=list)
 
 
 def gather(scan: Iterable[Scanned]) -> Scanned:
@@ -65,7 +67,7 @@ def compare(index: Index, scanned: Scanned | None, engine: Engine, blocks: str) 
     """Return the differences. ``engine`` need not be open: it tells where records lie; ``blocks``
     is its directory's name, for paths. ``scanned`` is None where nothing could be scanned."""
     rows = index.rows
-    result = Comparison(np.zeros(len(rows), np.bool_), np.zeros(len(rows), np.bool_))
+    result = Comparison(*(np.zeros(len(rows), np.bool_) for _ in range(3)))
     work = _Work(index, engine, blocks, result)
     work.shared_places()
     strange: dict[str, Finding] = {}
@@ -107,14 +109,14 @@ class _Work:
         right = np.zeros(len(rows), np.bool_)
         right[row[placed]] = True
         result.seen[row[hit]] = True
-        for number in np.flatnonzero(hit & ~placed).tolist():
-            twice = bool(right[row[number]])
-            detail = f"the record lies at place {int(scanned.places[number]):#x}, too"
-            self._row(
-                int(row[number]),
-                "duplicate" if twice else "wrong-place",
-                detail if twice else detail.removesuffix(", too"),
-            )
+        again = hit & ~placed
+        # One copy more in a free slot is no fault: the slot will be used again.
+        again[again] = ~right[row[again]]
+        result.free += int((hit & ~placed & ~again).sum())
+        result.elsewhere[row[again]] = True
+        for number in np.flatnonzero(again).tolist():
+            detail = f"the record lies at place {int(scanned.places[number]):#x}"
+            self._row(int(row[number]), "wrong-place", detail)
         wrong = np.zeros(len(hit), np.bool_)
         wrong[hit] = scanned.lengths[hit] != rows["length"][row[hit]]
         for number in np.flatnonzero(wrong).tolist():
@@ -140,7 +142,7 @@ class _Work:
         which = which[~left]
         if self._engine.capabilities.fixed_slots and index.whole:
             # Eviction writes nothing: a slot keeps its old record until it is used again.
-            result.free = len(which)
+            result.free += len(which)
             return
         result.unknown = len(which)
         theirs = _digests(scanned.namespaces, scanned.shards, scanned.key_lengths, scanned.keys)
@@ -164,6 +166,7 @@ class _Work:
         for at in np.flatnonzero(~self._result.seen).tolist():
             found = strange.pop(self.path(at), None)
             if found is not None:
+                self._result.strange.append(found)
                 name = OF_ENGINES[found.kind]
                 self._row(at, name, found.detail, bad=name != "unreadable")
             else:
@@ -172,13 +175,17 @@ class _Work:
 
     def strange(self, strange: dict[str, Finding]) -> None:
         """Tell of what is no block's: findings that no row answers to."""
+        slots = self._engine.capabilities.fixed_slots and self._index.whole
+        free = 0
         for found in strange.values():
-            name = OF_ENGINES[found.kind]
-            slot = self._engine.capabilities.fixed_slots and " slot " in found.path
-            if slot and self._index.whole:
-                name = "free-slot"
+            if slots and " slot " in found.path:
+                free += 1
+                continue
             path = f"{self._blocks}/{found.path}"
-            self._result.found.append(Found(name, path, found.detail))
+            self._result.found.append(Found(OF_ENGINES[found.kind], path, found.detail))
+            self._result.strange.append(found)
+        if free:
+            self._result.found.append(Found("free-slot", self._blocks, f"{free} slots"))
 
     def path(self, at: int) -> str:
         return self._engine.where(blocks_at(self._index.rows, at))[0]

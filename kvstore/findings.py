@@ -74,7 +74,6 @@ CLASSES: Mapping[str, Class] = {
     "missing": Class(D, "the index has a block, but no record is there", "drops it: a miss"),
     "orphan": Class(R, "a record that the index does not know", "takes it into the index"),
     "superseded": Class(R, "an old version of a block that has a newer one", "removes it"),
-    "duplicate": Class(R, "a version that is there twice", "keeps the one in its place"),
     "unfinished": Class(N, "a version that a kill left, as the journal says", "removes it"),
     "unsynced": Class(N, "lost with the power before it was synced", "drops it: a miss"),
     # The engine.

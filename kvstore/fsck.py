@@ -256,7 +256,7 @@ class Check:
         told = {one.path for one in report.strange}
         strange = tuple(one for one in scanned.strange if one.path not in told)
         result = compare.compare(index, replace(scanned, strange=strange), engine, blocks)
-        report.strange += strange
+        report.strange += result.strange
         report.records, report.bad = result.records, result.bad
         report.checked = len(index.rows)
         for found in result.found:
@@ -274,7 +274,7 @@ class Check:
         """Verify payloads in the order in which they lie, from where the last check ended."""
         options, report, rows = self._options, self.report, index.rows
         order = np.lexsort((rows["generation"], rows["place"]))
-        order = order[result.seen[order] & ~result.bad[order]]
+        order = order[(result.seen & ~result.bad & ~result.elsewhere)[order]]
         total = int(record.image_bytes_of(rows["length"][order].astype(np.uint32)).sum())
         if options.partly:
             order = np.roll(order, -payloads.start(self._path, found.uuid, rows[order]))

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 MODULE = "kvstore.mend"
 MOST_ROUNDS = 4
-_ANEW = ("wrong-place", "shared-place", "duplicate")
+_ANEW = ("wrong-place", "shared-place")
 """What the index must be made anew for."""
 _NOT_INSIDE = (
     *("mode", "owner", "missing-directory", "namespace-file", "namespace-unknown", "hard-link"),
@@ -86,9 +86,9 @@ def until_done(
 ) -> Report:
     """Repair what a check found, check ``again``, and so on until nothing changes; return the last
     check. One repair may bring to light what lay below another. Raises what :func:`repair` does."""
-    left = report
+    left, anew = report, True
     for _ in range(MOST_ROUNDS):
-        repair(left, folder, limit, done)
+        anew = repair(left, folder, limit, done, anew=anew)
         before, left = left, again()
         if not left.to_do or left.counts == before.counts:
             break
@@ -97,11 +97,12 @@ def until_done(
     return left
 
 
-def repair(report: Report, folder: Path, limit: float, done: Done) -> None:
+def repair(report: Report, folder: Path, limit: float, done: Done, *, anew: bool = True) -> bool:
     """Act on what a check found; nobody holds the lock of the store, and nobody may open it.
 
-    ``folder``: where damaged data goes. Raises StoreLocked, StoreFull, EngineDied, EngineHung, and
-    what opening a store raises.
+    ``folder``: where damaged data goes. ``anew``: the store may be made anew out of the raw files;
+    returns whether it still may, for doing that twice is no better. Raises StoreLocked, StoreFull,
+    EngineDied, EngineHung, and what opening a store raises.
     """
     path = report.store
     lock = layout.Lock(path)
@@ -119,26 +120,27 @@ def repair(report: Report, folder: Path, limit: float, done: Done) -> None:
     finally:
         lock.release()
     if any(one.id == "store-file" for one in report.found):
-        return
-    _repair_engine(report, folder, limit, done)
+        return anew
+    return _repair_engine(report, folder, limit, done, anew=anew)
 
 
-def _repair_engine(report: Report, folder: Path, limit: float, done: Done) -> None:
+def _repair_engine(report: Report, folder: Path, limit: float, done: Done, *, anew: bool) -> bool:
     path = report.store
-    anew = report.beyond_repair or any(one.id in _ANEW for one in report.found)
-    if not anew and not _needs_opening(report):
-        return
+    wanted = report.beyond_repair or any(one.id in _ANEW for one in report.found)
+    if not wanted and not _needs_opening(report):
+        return anew
     with Child(f"the store at {path}", module=MODULE, limit=limit) as child:
         request = {"store": str(path.absolute()), "quarantine": str(folder.absolute())}
-        if anew:
+        if wanted and anew:
             for answer in child.ask("rebuild", request):
                 done.add(answer.document)
-            return
+            return False
         rows = report.rows[report.bad]
         strange = [[one.kind, one.path, one.detail] for one in report.strange]
         columns = [np.ascontiguousarray(rows[name]) for name in _ROW_COLUMNS]
         for answer in child.ask("mend", {**request, "strange": strange}, columns):
             done.add(answer.document)
+    return anew
 
 
 def _needs_opening(report: Report) -> bool:

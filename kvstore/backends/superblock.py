@@ -366,7 +366,7 @@ class SuperblockEngine(base.Engine):
         shelf = self._open_shelf(writing=True)
         if finding.kind == "short":
             return "mended"
-        if finding.kind == "foreign":
+        if finding.kind in ("foreign", "bad-superblock"):
             moved = move_away(self.context.directory / finding.path, target)
             return "moved" if moved else ""
         name, _, slot = finding.path.removeprefix(f"{FOLDER}/").partition(" slot ")

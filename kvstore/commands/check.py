@@ -291,7 +291,7 @@ def summary(
         },
         "orphan": counts["orphan"],
         "missing": counts["missing"],
-        "duplicate": counts["duplicate"] + counts["superseded"],
+        "duplicate": counts["superseded"],
         "stale_tmp": counts["leftover"],
         "foreign": counts["foreign"] + counts["other-store"],
         "perms": counts["mode"] + counts["owner"],

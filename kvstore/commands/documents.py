@@ -365,7 +365,7 @@ LINES: dict[str, list[Fields]] = {
             "corrupt": ("corrupt", "damaged records"),
             "orphan": ("integer", "records that the index did not know"),
             "missing": ("integer", "blocks without a record"),
-            "duplicate": ("integer", "versions that were there twice, or had a newer one"),
+            "duplicate": ("integer", "blocks of which an old version was there, too"),
             "stale_tmp": ("integer", "files that were not finished before a kill"),
             "foreign": ("integer", "what is not the store's"),
             "perms": ("integer", "wrong modes and owners"),

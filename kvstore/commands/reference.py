@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvstore import findings
 from kvstore.commands import documents
 from kvstore.commands.frame import Help
 from kvstore.commands.tree import kvstore
@@ -98,7 +99,14 @@ def _table(fields: documents.Fields) -> str:
     return "\n".join(["| field | kind | meaning |", "|---|---|---|", *rows])
 
 
-PAGES = {"cli.md": cli_page, "json.md": json_page}
+def fsck_page() -> str:
+    """Return docs/fsck.md, of which the table at the end is made."""
+    head, mark, _ = (DOCS / "fsck.md").read_text().partition("## Findings\n")
+    text = "An id never changes its meaning. This table is made from `kvstore/findings.py`."
+    return f"{head}{mark}\n{text}\n\n" + "\n".join(findings.table()) + "\n"
+
+
+PAGES = {"cli.md": cli_page, "json.md": json_page, "fsck.md": fsck_page}
 
 
 def write() -> None:
