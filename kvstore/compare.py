@@ -41,9 +41,10 @@ class Index:
 
 @dataclass
 class Comparison:
-    """``seen``: which rows have a record, ``elsewhere`` than in their place. ``bad``: which must be dropped. ``records``: how many
-    records there are; ``unknown`` of them are not in the index, ``free`` in slots that no block is
-    in. ``strange``: what the engine found, without what lies in free slots."""
+    """``seen``: which rows have a record, ``elsewhere``: not in their place; ``bad``: which must be
+    dropped. ``records``: how many records there are; ``unknown`` of them are not in the index,
+    ``free`` in slots that no block is in. ``strange``: what the engine found, without what lies in
+    free slots."""
 
     seen: Mask
     bad: Mask
@@ -67,7 +68,8 @@ def compare(index: Index, scanned: Scanned | None, engine: Engine, blocks: str) 
     """Return the differences. ``engine`` need not be open: it tells where records lie; ``blocks``
     is its directory's name, for paths. ``scanned`` is None where nothing could be scanned."""
     rows = index.rows
-    result = Comparison(*(np.zeros(len(rows), np.bool_) for _ in range(3)))
+    seen, bad, elsewhere = np.zeros((3, len(rows)), np.bool_)
+    result = Comparison(seen, bad, elsewhere)
     work = _Work(index, engine, blocks, result)
     work.shared_places()
     strange: dict[str, Finding] = {}

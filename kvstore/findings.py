@@ -81,6 +81,9 @@ CLASSES: Mapping[str, Class] = {
     "engine-died": Class(D, "the process that looked at the engine died of it", _ANEW),
     "bad-tree": Class(D, "the library's own structure is damaged", _ANEW),
     "bad-superblock": Class(D, "a super-block without a valid header", _ANEW),
+    "superblock-header": Class(
+        R, "a super-block's header is damaged, but is known", "writes it again"
+    ),
     "cut-file": Class(
         D, "a file of the engine was cut off", "makes it whole; blocks in it are lost"
     ),
@@ -114,6 +117,7 @@ OF_ENGINES: Mapping[str, str] = {
     "leftover": "leftover",
     "bad-tree": "bad-tree",
     "bad-superblock": "bad-superblock",
+    "bad-copy": "superblock-header",
 }
 """By kind of what an engine's ``scan`` or ``check`` finds. ``short`` of a file that is no record
 is ``cut-file``."""

@@ -108,7 +108,8 @@ def repair(report: Report, folder: Path, limit: float, done: Done, *, anew: bool
     lock = layout.Lock(path)
     lock.acquire(exclusive=True)
     try:
-        folder.mkdir(files.DIRECTORY_MODE, parents=True, exist_ok=True)
+        folder.parent.mkdir(files.DIRECTORY_MODE, exist_ok=True)
+        folder.mkdir(files.DIRECTORY_MODE, exist_ok=True)
         for found in report.found:
             if survey.put_right(path, found, folder):
                 done.repaired += 1

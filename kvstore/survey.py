@@ -145,7 +145,7 @@ def put_right(store: Path, found: Found, quarantine: Path) -> bool:
         mode = path.lstat().st_mode
         path.chmod(right_mode(mode, folder=stat.S_ISDIR(mode)))
     elif found.id == "missing-directory":
-        path.mkdir(files.DIRECTORY_MODE)
+        path.mkdir(files.DIRECTORY_MODE, exist_ok=True)
         files.sync_directory(store)
     elif found.id == "leftover":
         path.unlink(missing_ok=True)

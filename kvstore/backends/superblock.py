@@ -361,10 +361,10 @@ class SuperblockEngine(base.Engine):
         shelf.ledger.claim(places, sizes, generations, complete=complete)
 
     def put_right(self, finding: base.Finding, target: Path) -> str:
-        """Copy a slot that holds no valid record, then write a tombstone there. Files that were cut
-        off have been made whole by the opening."""
+        """Copy a slot that holds no valid record, then write a tombstone there. What else is wrong
+        with a file the opening has mended."""
         shelf = self._open_shelf(writing=True)
-        if finding.kind == "short":
+        if finding.kind in ("short", "bad-copy"):
             return "mended"
         if finding.kind in ("foreign", "bad-superblock"):
             moved = move_away(self.context.directory / finding.path, target)
