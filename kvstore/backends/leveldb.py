@@ -12,8 +12,9 @@ Deleted records take room until the files that hold them are merged. Their names
 generations, so what leaves lies together, and once a sixteenth of the capacity has left, that range
 is merged, in a thread of its own.
 
-Reads verify the sums of LevelDB, so that what is damaged costs its own blocks. ``paranoid_checks``
-is off: with it one flipped bit ends all merging, and a bad record of the log keeps all closed.
+Reads verify the sums of LevelDB first; where these are wrong, the envelope alone judges.
+``paranoid_checks`` is off: with it one flipped bit ends all merging, and a bad record of the log
+keeps all closed.
 A log or manifest that was cut off looks to LevelDB like an older state, so ``sizes.json`` tells
 whether anything is short.
 
@@ -28,10 +29,11 @@ disk cannot read, or a file that is cut off while it is open, ends the process.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import plyvel
 
@@ -42,10 +44,14 @@ from kvstore.backends.merged import MergedEngine
 from kvstore.errors import CorruptStore, EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kvstore.backends.keyvalue import Get, Pair
     from kvstore.backends.raw import Salvage
+
+T = TypeVar("T")
+
+Entry = tuple[bytes, bytes]
 
 CACHE_BYTES = 8 << 20
 BLOCK_BYTES = 512
@@ -151,24 +157,22 @@ class LeveldbEngine(MergedEngine):
 
             def get(key: bytes) -> bytes | None:
                 with _edge("reading"):
-                    value: bytes | None = snapshot.get(key, verify_checksums=True, fill_cache=False)
+                    value: bytes | None = _unless_corrupt(
+                        lambda verify: snapshot.get(key, verify_checksums=verify, fill_cache=False)
+                    )
                     return value
 
             yield get
 
     def after(self, key: bytes, stop: bytes, count: int) -> list[tuple[bytes, bytes]]:
-        found: list[tuple[bytes, bytes]] = []
-        with (
-            _edge("scanning"),
-            self._open_db().iterator(
-                start=key, stop=stop, include_start=False, verify_checksums=True, fill_cache=False
-            ) as entries,
-        ):
-            for name, value in entries:
-                found.append((name, value))
-                if len(found) == count:
-                    break
-        return found
+        with _edge("scanning"):
+            return _unless_corrupt(lambda verify: self._after(key, stop, count, verify))
+
+    def _after(self, key: bytes, stop: bytes, count: int, verify: bool) -> list[Entry]:
+        with self._open_db().iterator(
+            start=key, stop=stop, include_start=False, verify_checksums=verify, fill_cache=False
+        ) as entries:
+            return list(itertools.islice(entries, count))
 
     def sync(self) -> None:
         # A synced write covers its own log only, and LevelDB never syncs one that it leaves. So all
@@ -176,6 +180,15 @@ class LeveldbEngine(MergedEngine):
         self.merge(_NOWHERE, _NOWHERE + b"\0")
         with _edge("syncing"), self._open_db().write_batch(transaction=True, sync=True) as batch:
             batch.delete(_NOWHERE)
+
+
+def _unless_corrupt(read: Callable[[bool], T]) -> T:
+    """Read with the sums of LevelDB verified, or without where they are wrong: what is there then
+    is for the envelope to judge, and damage costs one record instead of all around it."""
+    try:
+        return read(True)
+    except plyvel.CorruptionError:
+        return read(False)
 
 
 @contextlib.contextmanager
