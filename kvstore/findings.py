@@ -49,7 +49,7 @@ CLASSES: Mapping[str, Class] = {
     "foreign": Class(
         R,
         "a link, device, pipe or name that is not the store's",
-        "moves it to quarantine",
+        "moves it to quarantine; a record gets its name",
     ),
     "unknown-file": Class(N, "somebody else's file beside those of the store", _NOTHING),
     "hard-link": Class(N, "a file with a second name, as of a backup", _NOTHING),

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from kvstore.backends.raw import Salvage
 
 
-_MISNAMED = ("wrong-name", "misplaced")
+_MISNAMED = ("wrong-name", "misplaced", "foreign")
 
 
 class FilesystemEngine(base.Engine):
@@ -208,13 +208,16 @@ class FilesystemEngine(base.Engine):
                 yield batch.take()
 
     def put_right(self, finding: Finding, target: Path) -> str:
-        """Give a whole record its own name; what is no record of this name moves away."""
+        """Give whole records their own names; what is none, or has no place, moves away."""
         self._open_shop(writing=True)
         path = self.context.directory / finding.path
-        if finding.kind in _MISNAMED and rename_right(self._tree, self.context, path):
-            return "mended"
         if finding.kind == "unreadable":
             return ""
+        if finding.kind in _MISNAMED:
+            inside = list(path.rglob("*")) if path.is_dir() and not path.is_symlink() else [path]
+            done = [rename_right(self._tree, self.context, one) for one in inside]
+            if done == [True]:
+                return "mended"
         return "moved" if move_away(path, target) else ""
 
     def flush(self) -> None:
