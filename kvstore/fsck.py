@@ -91,6 +91,8 @@ class Report:
     bad: np.ndarray = field(default_factory=lambda: np.zeros(0, np.bool_))
     rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.void))
     strange: list[Finding] = field(default_factory=list)
+    folder: str = layout.BLOCKS
+    """The engine's directory."""
     untrusted: bool = False
     """The journal does not tell everything."""
 
@@ -151,6 +153,7 @@ class Check:
             return self.report
         except PermissionDenied as error:
             return self._without_record(error)
+        self.report.folder = found.blocks
         self._directory(found.blocks)
         self._engine(found, self._index(found))
         self._room(found)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import json
 import logging
 import os
@@ -38,7 +39,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import errors, verify
-from kvstore.backends import engine_class
+from kvstore.backends import BUILT_IN, engine_class
 from kvstore.backends.base import Blocks, Engine, EngineContext, Finding, Scanned
 from kvstore.errors import EngineDied, EngineError, EngineHung, KVStoreError
 
@@ -92,13 +93,14 @@ class Child:
         numbers = [str(theirs.fileno()), str(os.getpid())]
         try:
             # -P: a folder called kvstore where the caller happens to stand is not ours.
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", self._module, *numbers],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._said,
-                pass_fds=[theirs.fileno()],
-            )
+            with _root_again():
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", self._module, *numbers],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=self._said,
+                    pass_fds=[theirs.fileno()],
+                )
         except OSError as error:
             ours.close()
             self._said.close()
@@ -227,6 +229,49 @@ def _findings(document: Document) -> list[Finding]:
     return [Finding(*one) for one in document["findings"]]
 
 
+# -- a Python that the owner of the store cannot reach -----------------------------------------
+
+
+def reachable(user: int, group: int) -> bool:
+    """Tell whether a user can run our Python: whether each directory above it lets him pass."""
+    for place in (sys.executable, sys.base_prefix, __file__):
+        for folder in Path(place).resolve().parents:
+            found = folder.stat()
+            mine = 0o100 if found.st_uid == user else 0o010 if found.st_gid == group else 0o001
+            if not found.st_mode & mine:
+                return False
+    return True
+
+
+def load(*names: str) -> None:
+    """Import modules and all engines, for when our files cannot be read any more."""
+    for name in (*names, *BUILT_IN.values()):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name.partition(":")[0])
+
+
+@contextlib.contextmanager
+def _root_again() -> Iterator[None]:
+    """Be root for a moment, if that was put aside, to start a child from files of root."""
+    real, effective, saved = os.getresuid()
+    aside = saved == 0 and effective != 0
+    if aside:
+        os.seteuid(0)
+    try:
+        yield
+    finally:
+        if aside:
+            os.seteuid(real)
+
+
+def _leave_root() -> None:
+    """In a child that was started so: be the owner of the store for good."""
+    real, effective, _ = os.getresuid()
+    if real and not effective:
+        load()
+        os.setresuid(real, real, real)
+
+
 # -- the child's side -----------------------------------------------------------------------------
 
 
@@ -234,6 +279,7 @@ def serve(tasks: Mapping[str, Task]) -> None:
     """Perform tasks until nobody is left to ask: all that a child does."""
     number, parent = (int(word) for word in sys.argv[1:3])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _leave_root()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     logging.getLogger().addHandler(logging.NullHandler())
     with socket.socket(fileno=number) as connection:

@@ -110,8 +110,9 @@ def repair(report: Report, folder: Path, limit: float, done: Done, *, anew: bool
     try:
         folder.parent.mkdir(files.DIRECTORY_MODE, exist_ok=True)
         folder.mkdir(files.DIRECTORY_MODE, exist_ok=True)
+        theirs = {f"{report.folder}/{one.path}" for one in report.strange}
         for found in report.found:
-            if survey.put_right(path, found, folder):
+            if found.path not in theirs and survey.put_right(path, found, folder):
                 done.repaired += 1
                 done.quarantined += found.id in ("foreign", "namespace-file")
                 if found.id in ("foreign", "namespace-file"):

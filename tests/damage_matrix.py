@@ -163,7 +163,7 @@ def main(engines: list[str]) -> None:
     outcomes = read_page() if PAGE.exists() else {}
     if "--here" in engines:
         engines.remove("--here")
-        fsck.Child = mend.Child = Here  # type: ignore[misc,assignment,attr-defined]
+        fsck.Child = mend.Child = Here  # type: ignore[assignment,attr-defined]
     with tempfile.TemporaryDirectory() as folder:
         for engine in engines or ENGINES:
             original = Path(folder) / engine
