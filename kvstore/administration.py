@@ -232,6 +232,7 @@ async def scrub(request: Request, asked: Asked) -> Document:
     done: object = None
     if action == "start":
         done = store.scrub.start(amount(asked, "rate"))
+        request.server.dispatch()
     elif action == "pause":
         done = store.scrub.pause()
     elif action == "stop":

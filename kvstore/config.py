@@ -112,6 +112,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """``tcp://HOST:PORT``. Default: the Unix socket only."""
     insecure: bool = False
     """Whether ``listen`` may be an address that other machines reach."""
+    admin: str | None = None
+    """``tcp://127.0.0.1:PORT`` or the path of a Unix socket for monitoring. Default: off."""
     socket_group: str | None = None
     """Group whose members may connect. Default: the daemon's user and root only."""
     admin_group: str | None = None

@@ -138,8 +138,6 @@ class Connection:
 
     async def _end(self) -> None:
         """Let go of everything, regions after the last access of the last request."""
-        # A task that is cancelled before its first step never runs, and would release nothing.
-        await asyncio.sleep(0)
         for request in self._under_way.values():
             request.cancel()
         self._wire.hang_up()
@@ -163,7 +161,7 @@ class Connection:
         error: KVStoreError | None = None
         began = time.perf_counter()
         try:
-            request.check()
+            request.begin()
             await OPERATIONS[request.frame.op](request)
             self._note_duration(request.frame.op, time.perf_counter() - began)
         except asyncio.CancelledError:

@@ -83,6 +83,8 @@ def _bytes_of(salvage: Salvage, damaged: Damaged) -> bytes:
     """Return what can be read of a record: as an image where its envelope is good."""
     if isinstance(damaged.found, Remains):
         return salvage.files.read(*damaged.found.extent)
+    if damaged.found.whole is not None:
+        return salvage.files.read(*damaged.found.whole)
     parts = [damaged.found.head.ljust(record.HEADER_PAGE, b"\0")]
     for copies in damaged.found.pieces:
         parts += [salvage.files.read(*extent) for extent in (copies[0] if copies else ())]

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvstore import files
+from kvstore import files, node
 from kvstore.errors import (
     CorruptStore,
     FormatUnsupported,
@@ -139,15 +139,14 @@ def _not_found(path: Path) -> StoreNotFound:
         return StoreNotFound(f"{path} is not a directory", "give the directory of a store")
     return StoreNotFound(
         f"{path} is not a store: it has no {STORE_FILE}",
-        f"run kvstore create {path} if it is empty; if it was a store, restore {STORE_FILE}",
+        f"run kvstore create {path} if it is empty, kvstore recover {path} if it was a store",
     )
 
 
 def _corrupt(path: Path, what: str) -> CorruptStore:
     return CorruptStore(
         f"{path / STORE_FILE} is damaged: {what}",
-        "restore it from a copy; without one, move the store away and begin an empty one: "
-        "keep the old one, a later kvstore can salvage its blocks",
+        f"restore it from a copy; without one, kvstore recover {path} makes another",
     )
 
 
@@ -383,31 +382,11 @@ def unmake(path: Path, made: list[Path]) -> None:
 
 def warn_created(path: Path, record: StoreRecord) -> None:
     """Log that a store was made, with the place it really is: a forgotten mount shows here."""
-    device, mount_point = mount_of(path)
+    mount = node.mount_of(path)
     log.warning(
         "made a new store at %s: engine %s, capacity %.4g GiB, on device %s mounted at %s",
-        path, record.engine, record.capacity_bytes / (1 << 30), device, mount_point,
+        path, record.engine, record.capacity_bytes / (1 << 30), mount.device, mount.point,
     )  # fmt: skip
-
-
-def mount_of(path: Path) -> tuple[str, str]:
-    """Return device and mount point of the filesystem that holds ``path``, as far as known.
-
-    From /proc/self/mountinfo (proc(5)): fields 3 device number, 5 mount point, and behind " - "
-    type and source.
-    """
-    real = path.resolve()
-    where = next((str(parent) for parent in (real, *real.parents) if os.path.ismount(parent)), "/")
-    try:
-        lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        return "unknown", where
-    for line in reversed(lines):
-        fields, _, rest = line.partition(" - ")
-        # Blanks in names are written as \040.
-        if fields.split(" ")[4].replace("\\040", " ") == where:
-            return rest.split(" ")[1], where
-    return "unknown", where
 
 
 def directory_bytes(path: Path) -> int:

@@ -189,7 +189,7 @@ class Namespaces:
         if len(self._numbered) >= _MAX_NUMBERS:
             raise CorruptStore(
                 f"the records of this store name {_MAX_NUMBERS} namespaces",
-                "move it away and begin an empty one; a later kvstore can salvage its blocks",
+                "save its blocks with kvstore recover --to, or begin an empty one",
             )
         namespace = Namespace(identity, len(self._numbered), record, owner=owner)
         self._numbered.append(namespace)

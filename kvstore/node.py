@@ -1,9 +1,44 @@
-"""What this machine has: memory that we may use, the size of a filesystem."""
+"""What this machine has: memory that we may use, filesystems and where they are mounted."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NamedTuple
+
+
+class Mount(NamedTuple):
+    """A mounted filesystem: device, mount point, type, and the options of mount and filesystem.
+
+    What is not known is ``unknown`` or empty.
+    """
+
+    device: str
+    point: str
+    kind: str = "unknown"
+    options: tuple[str, ...] = ()
+
+
+def mount_of(path: Path) -> Mount:
+    """Return the filesystem that holds ``path``, as far as known.
+
+    From /proc/self/mountinfo (proc(5)): fields 5 mount point and 6 options, and behind " - " type,
+    source and the filesystem's own options.
+    """
+    real = path.resolve()
+    where = next((str(parent) for parent in (real, *real.parents) if os.path.ismount(parent)), "/")
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return Mount("unknown", where)
+    for line in reversed(lines):
+        fields, _, rest = line.partition(" - ")
+        # Blanks in names are written as \040.
+        if fields.split(" ")[4].replace("\\040", " ") == where:
+            kind, device, options = rest.split(" ")[:3]
+            names = dict.fromkeys([*fields.split(" ")[5].split(","), *options.split(",")])
+            return Mount(device, where, kind, tuple(names))
+    return Mount("unknown", where)
 
 
 def filesystem_bytes(path: Path) -> int:

@@ -8,6 +8,7 @@ everybody who comes by TCP, is an ordinary peer.
 
 from __future__ import annotations
 
+import contextlib
 import grp
 import os
 import socket
@@ -99,3 +100,10 @@ def _denied(what: str) -> PermissionDenied:
     return PermissionDenied(
         f"{what} is for administrators", "ask as root, as the daemon's user or in admin_group"
     )
+
+
+def own_pidfd() -> int | None:
+    """Return a descriptor of this process for clients to watch; None where there is none."""
+    with contextlib.suppress(OSError, AttributeError):
+        return os.pidfd_open(os.getpid())
+    return None

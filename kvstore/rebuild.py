@@ -26,7 +26,7 @@ from kvstore import files, layout, record
 from kvstore.backends import engine_class
 from kvstore.backends.base import Blocks, EngineContext, Status
 from kvstore.backends.raw import new_image
-from kvstore.errors import CorruptStore, StoreFull
+from kvstore.errors import CorruptStore, ReadOnly, StoreFull
 from kvstore.keeping import Keeping
 from kvstore.keys import DEFAULT_NAMESPACE, key_array, named
 from kvstore.namespaces import Namespaces, decode
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 UNFINISHED = "unfinished"
 BATCH_BYTES, BATCH_BLOCKS = 16 << 20, 256
 SLACK_BYTES = 32 << 20
-"""Room that a new engine directory needs at least, whatever it holds."""
+"""Room that a new engine directory needs at most besides its blocks: an eighth of a small store."""
 _BLOCKS = re.compile(rf"{layout.BLOCKS}(?:-([0-9]{{1,6}}))?")
 
 
@@ -125,7 +125,7 @@ def needed_bytes(survey: Survey, engine: str | None = None) -> int:
     capabilities = engine_class(engine or survey.record.engine).capabilities
     # Slots are up to an eighth too long, and each length has a super-block that is not full.
     factor = 1.2 if capabilities.fixed_slots else capabilities.space_factor
-    return int(survey.kept_bytes * factor) + SLACK_BYTES
+    return int(survey.kept_bytes * factor) + min(SLACK_BYTES, survey.record.capacity_bytes // 8)
 
 
 def in_place(survey: Survey, quarantine: Path | None = None, seen: Seen | None = None) -> None:
@@ -137,6 +137,10 @@ def in_place(survey: Survey, quarantine: Path | None = None, seen: Seen | None =
     """
     place = quarantine or survey.path / layout.QUARANTINE
     seen = seen or (lambda _bytes: None)
+    if survey.record.read_only_reason:
+        raise ReadOnly(
+            f"{survey.path} takes no writes: {survey.record.read_only_reason}", "use --to"
+        )
     try:
         for folder in (place, survey.path / layout.NAMESPACES, survey.path / layout.INCOMING):
             folder.mkdir(files.DIRECTORY_MODE, exist_ok=True)
@@ -155,15 +159,15 @@ def _next(survey: Survey, **changes: str) -> StoreRecord:
 def _reindex(survey: Survey, keeping: Keeping, seen: Seen) -> None:
     """Write a new index for records that stay where they are; move the others there."""
     found = _next(survey)
-    entries = _settle(survey, found, seen)
     for damaged in survey.damaged:
         keeping.keep(damaged, copy=True)
     keeping.finish()
-    write_index(survey.blocks, found, entries, survey.history)
-    layout.write(survey.path, found)
     for damaged in survey.damaged:
         if damaged.extent is not None:
             survey.salvage.remove(damaged.extent)
+    entries = _settle(survey, found, seen)
+    write_index(survey.blocks, found, entries, survey.history)
+    layout.write(survey.path, found)
     _remove_stale(survey)
 
 
@@ -183,7 +187,10 @@ def _settle(survey: Survey, found: StoreRecord, seen: Seen) -> list[Entry]:
             complete=True,
         )
         moving = [one for one in survey.kept if one.raw.place is None]
-        moved = list(copy_records(survey.salvage, moving, engine, seen))
+        if survey.salvage.rename([one.raw for one in moving]):
+            moved = [Entry(one, 0) for one in moving]
+        else:
+            moved = list(copy_records(survey.salvage, moving, engine, seen))
         engine.flush()
     finally:
         engine.close()
@@ -192,13 +199,13 @@ def _settle(survey: Survey, found: StoreRecord, seen: Seen) -> list[Entry]:
 
 def _remove_stale(survey: Survey) -> None:
     """Remove what is there once more, or was superseded or deleted, where a scan would find it."""
-    salvage, kept = survey.salvage, {one.raw.identity for one in survey.kept}
+    salvage, kept = survey.salvage, {one.raw.identity: one.raw for one in survey.kept}
     if salvage.forgets:
         return
-    moved = [one.raw for one in survey.kept if one.raw.place is None]
-    for raw in (*survey.stale, *moved):
-        ended = raw.header.generation in survey.history.given_up
-        if raw.whole is not None and (ended or raw.identity in kept):
+    used = {salvage.files.paths[raw.whole.file] for raw in kept.values() if raw.whole}
+    for raw in survey.stale:
+        ended = raw.header.generation in survey.history.given_up or raw.identity in kept
+        if ended and raw.whole and salvage.files.paths[raw.whole.file] not in used:
             salvage.remove(raw.whole)
 
 
@@ -210,9 +217,9 @@ def _engine(folder: Path, found: StoreRecord) -> Engine:
 def _refill(survey: Survey, keeping: Keeping, place: Path, seen: Seen) -> None:
     """Copy all that is kept into a new directory of the engine, and let it take over."""
     number = _number(survey.record.blocks)
-    if _finish_earlier(survey, number, place):
+    if _finish_earlier(survey, number, place) and not (survey.damaged or survey.lost):
         return
-    _check_room(survey, place)
+    check_room(survey, place)
     name = f"{layout.BLOCKS}-{number + 1}"
     found = _next(survey, blocks=name)
     folder = survey.path / name
@@ -236,7 +243,7 @@ def _number(name: str) -> int:
 
 def _finish_earlier(survey: Survey, number: int, place: Path) -> bool:
     """Remove what an earlier run had not finished; move away what it replaced, and tell whether
-    there was such: then its work is done."""
+    there was such: then only this was left of its work."""
     done = False
     for folder in sorted(survey.path.iterdir()):
         if not _BLOCKS.fullmatch(folder.name) or folder.is_symlink() or not folder.is_dir():
@@ -249,8 +256,11 @@ def _finish_earlier(survey: Survey, number: int, place: Path) -> bool:
     return done
 
 
-def _check_room(survey: Survey, place: Path) -> None:
-    """Raise StoreFull unless old and new fit on the disk and into the capacity."""
+def check_room(survey: Survey, place: Path) -> None:
+    """Raise StoreFull unless old and new fit on the disk and into the capacity, where ``place`` is
+    the quarantine of a recovery in place."""
+    if survey.salvage.in_place:
+        return
     need, found = needed_bytes(survey), os.statvfs(survey.path)
     free = found.f_bavail * found.f_frsize
     if need > free:
@@ -267,6 +277,17 @@ def _check_room(survey: Survey, place: Path) -> None:
             f"old and new blocks in {survey.path} take {left + need} bytes of {limit}",
             "use --quarantine DIR elsewhere on that disk, or --to",
         )
+
+
+def check_room_at(survey: Survey, new: Path, engine: str) -> int:
+    """Return the bytes that a new store takes. Raises StoreFull where there is less."""
+    need, found = needed_bytes(survey, engine), os.statvfs(new if new.exists() else new.parent)
+    free = found.f_bavail * found.f_frsize
+    if need > free:
+        raise StoreFull(
+            f"the blocks take {need} bytes, {free} are free for {new}", "choose a larger disk"
+        )
+    return need
 
 
 def _fill(survey: Survey, folder: Path, found: StoreRecord, seen: Seen) -> None:
@@ -333,7 +354,9 @@ def into(
 def _begin(new: Path) -> layout.Lock:
     """Take a directory for a new store, locked and marked as ours."""
     mark = new / UNFINISHED
-    if not mark.is_file() or mark.is_symlink():
+    mine = {UNFINISHED, UNFINISHED + files.TEMPORARY, layout.LOCK}
+    ours = mark.is_file() and not mark.is_symlink()
+    if not ours and not (new.is_dir() and set(os.listdir(new)) <= mine):
         layout.make_root(new, [])
     lock = layout.Lock(new)
     lock.acquire(exclusive=True)
@@ -358,7 +381,9 @@ def _make(
         (new / name).mkdir(files.DIRECTORY_MODE)
     _copy_namespaces(survey.path / layout.NAMESPACES, new / layout.NAMESPACES)
     _fill(survey, new / layout.BLOCKS, found, seen or (lambda _bytes: None))
-    keeping = Keeping(quarantine or new / layout.QUARANTINE, survey)
+    place = quarantine or new / layout.QUARANTINE
+    place.mkdir(files.DIRECTORY_MODE, exist_ok=True)
+    keeping = Keeping(place, survey)
     for damaged in survey.damaged:
         keeping.keep(damaged, copy=True)
     keeping.finish()
@@ -369,13 +394,7 @@ def _make(
 
 
 def _new_record(survey: Survey, new: Path, engine: str) -> StoreRecord:
-    old, need = survey.record, needed_bytes(survey, engine)
-    found = os.statvfs(new)
-    free = found.f_bavail * found.f_frsize
-    if need > free:
-        raise StoreFull(
-            f"the blocks take {need} bytes, {new} has {free} free", "choose a larger disk"
-        )
+    old, need, found = survey.record, check_room_at(survey, new, engine), os.statvfs(new)
     half = found.f_blocks * found.f_frsize // 2
     wanted = old.capacity_bytes if survey.known else min(old.capacity_bytes, half)
     capacity = max(wanted, int(need / HIGH_WATERMARK) + SLACK_BYTES, MIN_CAPACITY)

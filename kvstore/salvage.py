@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvstore import checkpoint, events, files, layout, record, settle
-from kvstore.backends import engine_class
+from kvstore.backends import engine_class, engine_names
 from kvstore.backends.base import EngineContext
 from kvstore.backends.raw import Raw, Remains, new_image
 from kvstore.errors import ConfigError, CorruptStore, StoreNotFound
@@ -196,17 +196,22 @@ def read_record(path: Path) -> StoreRecord | None:
         return None
 
 
-def find_engine(path: Path, engine: str | None) -> tuple[str, str]:
-    """Return directory and name of the engine of a store without STORE.json.
-
-    Raises StoreNotFound, and ConfigError where ``engine`` must help out.
-    """
-    found = [
+def find_engines(path: Path) -> list[tuple[str, str]]:
+    """Return directories of a store that look like those of engines, each with the engine."""
+    return [
         (folder.name, name)
         for folder in sorted(path.glob(f"{layout.BLOCKS}*"))
         for mark, name in MARKS.items()
         if (folder / mark).is_dir() and not folder.is_symlink()
     ]
+
+
+def find_engine(path: Path, engine: str | None) -> tuple[str, str]:
+    """Return directory and name of the engine of a store without STORE.json.
+
+    Raises StoreNotFound, and ConfigError where ``engine`` must help out.
+    """
+    found = find_engines(path)
     if engine is not None and (path / layout.BLOCKS).is_dir() and not found:
         return layout.BLOCKS, engine
     found = [one for one in found if engine in (None, one[1])] or found
@@ -223,30 +228,47 @@ def find_engine(path: Path, engine: str | None) -> tuple[str, str]:
     return max(found, key=lambda one: (_has_journal(path / one[0]), one[0]))
 
 
+def _believable(path: Path, found: StoreRecord) -> bool:
+    """Tell whether the directory looks as STORE.json says, which has no checksum."""
+    if found.engine not in engine_names():
+        return False
+    there = find_engines(path)
+    return not there or found.engine not in MARKS.values() or (found.blocks, found.engine) in there
+
+
 def _has_journal(folder: Path) -> bool:
     return any(parse_name(name) for name in os.listdir(folder))
 
 
 def _guess_record(
-    path: Path, folder: str, engine: str, salvage: Salvage, raws: list[Raw]
+    path: Path,
+    salvage: Salvage,
+    folder: str,
+    engine: str,
+    raws: list[Raw],
+    partly: StoreRecord | None,
 ) -> StoreRecord:
-    """Return a record for a store that has none, from what its files say."""
+    """Return a record for a store that has none, or a wrong one, from what its files say."""
     found = os.statvfs(path)
     wanted = max(layout.directory_bytes(path) * 2, found.f_blocks * found.f_frsize // 2)
-    blank = layout.new_record(
-        engine=engine, capacity=max(wanted, MIN_CAPACITY), engine_options=salvage.options()
-    )
+    base = partly or layout.new_record(engine=engine, capacity=max(wanted, MIN_CAPACITY))
     counted = Counter(raw.header.store for raw in raws)
-    uuid = counted.most_common(1)[0][0] if counted else blank.uuid
-    mine = (raw.header.generation >> 32 for raw in raws if raw.header.store == uuid)
-    opens = max((number for number in mine if number < layout.MAX_OPENS), default=0)
+    uuid = counted.most_common(1)[0][0] if counted else base.uuid
     return replace(
-        blank,
+        base,
         uuid=uuid,
+        engine=engine,
+        engine_options=salvage.options(),
         blocks=folder,
-        epoch=_epoch(path / folder, uuid),
-        opens=opens,
+        capacity_bytes=max(base.capacity_bytes, MIN_CAPACITY),
+        epoch=max(base.epoch, _epoch(path / folder, uuid)),
     )
+
+
+def _raise_opens(found: StoreRecord, raws: list[Raw]) -> StoreRecord:
+    """Return it with ``opens`` as high as the records say, so that no number comes twice."""
+    mine = (raw.header.generation >> 32 for raw in raws if raw.header.store == found.uuid)
+    return replace(found, opens=max((found.opens, *(n for n in mine if n < layout.MAX_OPENS))))
 
 
 def _epoch(folder: Path, uuid: bytes) -> int:
@@ -271,25 +293,32 @@ def survey(path: Path, *, engine: str | None = None, seen: Seen | None = None) -
     called as the search goes on. Raises StoreNotFound, ConfigError, FormatUnsupported,
     PermissionDenied, EngineError.
     """
-    known = read_record(path)
-    if known is not None:
-        folder, name, options = known.blocks, known.engine, known.engine_options
-    else:
-        (folder, name), options = find_engine(path, engine), {}
-    context = EngineContext(path / folder, known.uuid if known else NO_UUID, options, True)
-    salvage = engine_class(name).salvage(context)
+    read = read_record(path)
+    known = read if read is not None and _believable(path, read) else None
+    folder, name = (known.blocks, known.engine) if known else find_engine(path, engine)
+    salvage = _reader(path / folder, name, known)
     try:
+        if known is not None and not salvage.agrees():
+            salvage.close()
+            known, salvage = None, _reader(path / folder, name, None)
         salvage.seen = seen or salvage.seen
         _check_listed(salvage)
         raws, remains = _find(salvage)
-        found = known or _guess_record(path, folder, name, salvage, raws)
-        opens = known.opens if known else None
-        history = History(path / folder, found.uuid, found.epoch, opens)
+        if known is not None and raws and all(raw.header.store != known.uuid for raw in raws):
+            known = None
+        found = known or _guess_record(path, salvage, folder, name, raws, read)
+        history = History(path / folder, found.uuid, found.epoch, known.opens if known else None)
+        found = _raise_opens(found, raws)
         result = Survey(path, found, known is not None, salvage, history)
         _judge(result, raws, remains)
         yield result
     finally:
         salvage.close()
+
+
+def _reader(folder: Path, engine: str, known: StoreRecord | None) -> Salvage:
+    uuid, options = (known.uuid, known.engine_options) if known else (NO_UUID, {})
+    return engine_class(engine).salvage(EngineContext(folder, uuid, options, read_only=True))
 
 
 def _check_listed(salvage: Salvage) -> None:
@@ -309,12 +338,11 @@ def _find(salvage: Salvage) -> tuple[list[Raw], list[Remains]]:
 
 
 def _judge(result: Survey, raws: list[Raw], remains: list[Remains]) -> None:
-    limit = (result.record.opens + 1) << 32 if result.known else layout.MAX_OPENS << 32
     ours = [raw for raw in raws if raw.header.store == result.record.uuid]
     result.others = len(raws) - len(ours)
     groups: dict[Identity, list[Raw]] = {}
     for raw in ours:
-        if raw.header.generation < limit:
+        if raw.header.generation >> 32 < layout.MAX_OPENS:
             groups.setdefault(raw.identity, []).append(raw)
     chosen = [
         one for identity, group in groups.items() if (one := _choose(result, identity, group))

@@ -29,14 +29,15 @@ from kvstore.mapped import Allowance
 from kvstore.metrics import Durations
 from kvstore.notify import Supervisor
 from kvstore.opening import Opening, Options
-from kvstore.peers import group_id, peer_of
-from kvstore.sockets import inherited_listeners, tcp_listener, unix_listener
+from kvstore.peers import group_id, own_pidfd, peer_of
+from kvstore.sockets import Doors
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from kvstore.admin import Admin
     from kvstore.backends.base import U8
     from kvstore.batch import PutRequest
     from kvstore.job import Job
@@ -60,12 +61,11 @@ _NO_DELAY = (6, 1, 1)
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Plain settings of the daemon; times in seconds, sizes in bytes.
+    """Plain settings of the daemon, as in config.py; times in seconds, sizes in bytes.
 
-    ``listen`` is ``tcp://HOST:PORT`` or None, a loopback address unless ``insecure``. Members of
-    ``socket_group`` may connect, those of ``admin_group`` may do everything. One client has at most
-    ``max_requests`` under way, with ``max_client_bytes`` of frames and memory, and
-    ``max_client_regions`` bytes of regions; all together have ``max_regions``.
+    ``listen`` is ``tcp://HOST:PORT``, a loopback address unless ``insecure``; ``admin`` such an
+    address or the path of a Unix socket. One client has at most ``max_requests`` under way, with
+    ``max_client_bytes`` of frames and memory.
     """
 
     socket: Path
@@ -76,6 +76,7 @@ class ServerOptions:
     request_timeout: float = 30.0
     drain_timeout: float = 60.0
     listen: str | None = None
+    admin: str | None = None
     insecure: bool = False
     socket_group: str | None = None
     admin_group: str | None = None
@@ -95,8 +96,8 @@ class Server:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _clients: dict[Connection, asyncio.Task[None]] = field(default_factory=dict)
     _failed_requests: int = 0
-    _made_socket: bool = False
-    _listeners: list[socket.socket] = field(default_factory=list)
+    _doors: Doors | None = None
+    _admin: Admin | None = None
     default: Namespace | None = None
     """The namespace ``default``, once somebody has used it."""
     mapping: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -118,15 +119,15 @@ class Server:
         self._is_open = asyncio.Event()
         self._stop = asyncio.Event()
         self._supervisor = Supervisor(os.environ)
-        self.pidfd = _own_pidfd()
+        self.pidfd = own_pidfd()
         self.allowance = Allowance(self.settings.max_regions)
         self._admin_gid = group_id(self.settings.admin_group, "admin_group")
         self._opening = Opening(self.settings.store, self.settings.options)
         self._opening.lock()
         try:
-            self._listen()
+            doors = self._listen()
             self._watch_signals()
-            accepting = [self._loop.create_task(self._accept(one)) for one in self._listeners]
+            accepting = [self._loop.create_task(self._accept(one)) for one in doors.clients]
             with self._telling(self._tell_of_opening):
                 await self._open()
             if not self._stop.is_set():
@@ -141,18 +142,21 @@ class Server:
             self._opening.unlock()
             self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _listen(self) -> None:
-        """Listen where we are told to; what systemd hands over stands for the Unix socket."""
+    def _listen(self) -> Doors:
         settings = self.settings
-        self._listeners = inherited_listeners(os.environ)
-        if not self._listeners:
-            group = group_id(settings.socket_group, "socket_group")
-            self._listeners.append(unix_listener(settings.socket, group))
-            self._made_socket = True
-        if settings.listen is not None:
-            self._listeners.append(tcp_listener(settings.listen, insecure=settings.insecure))
-        for listener in self._listeners:
-            log.info("listening on %s", listener.getsockname())
+        self._doors = Doors(
+            os.environ,
+            settings.socket,
+            group_id(settings.socket_group, "socket_group"),
+            settings.listen,
+            settings.admin,
+            insecure=settings.insecure,
+        )
+        if self._doors.admin is not None:
+            from kvstore.admin import Admin  # its library takes a tenth of a second
+
+            self._admin = Admin(self._doors.admin)
+        return self._doors
 
     def _watch_signals(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -197,6 +201,7 @@ class Server:
             try:
                 self._store.tick()
                 self._supervisor.tell(self.status)
+                self._publish()
             except Exception:
                 # The outermost frame of the upkeep: the daemon goes on serving.
                 log.exception("upkeep failed")
@@ -219,12 +224,18 @@ class Server:
         finally:
             task.cancel()
 
+    def _publish(self) -> None:
+        if self._admin is not None:
+            self._admin.publish(self.status())
+
     def _tell_of_opening(self) -> None:
+        self._publish()
         # After a signal the time for stopping counts, which an opening that hangs must not extend.
         if self._store is None and not self._stop.is_set():
             self._supervisor.recovering(self._opening.status())
 
     def _tell_of_drain(self) -> None:
+        self._publish()
         dirty = self._store.core.writer.dirty_blocks if self._store is not None else 0
         self._supervisor.draining(dirty, len(self._clients))
         self._supervisor.sign()
@@ -249,7 +260,8 @@ class Server:
             # Workers may still write. The lock must not go before they do, so neither they nor the
             # interpreter are waited for: the kernel ends all of it at once.
             log.error("the drain took longer than %g s: ending", self.settings.drain_timeout)
-            self._remove_socket()
+            if self._doors is not None:
+                self._doors.remove_names()
             logging.shutdown()
             os._exit(1)
         except KVStoreError as error:
@@ -268,15 +280,11 @@ class Server:
             await asyncio.wait(set(self._clients.values()))
 
     def _stop_listening(self) -> None:
-        self._remove_socket()
-        for listener in self._listeners:
-            listener.close()
+        for one in (self._admin, self._doors):
+            if one is not None:
+                one.close()
         if self.pidfd is not None:
             os.close(self.pidfd)
-
-    def _remove_socket(self) -> None:
-        if self._made_socket:
-            self.settings.socket.unlink(missing_ok=True)
 
     # -- clients ----------------------------------------------------------------------------------
 
@@ -482,13 +490,6 @@ class Server:
 def _mark(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
-
-
-def _own_pidfd() -> int | None:
-    """Return a descriptor of this process for clients to watch; None where there is none."""
-    with contextlib.suppress(OSError, AttributeError):
-        return os.pidfd_open(os.getpid())
-    return None
 
 
 def serve(settings: ServerOptions) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import itertools
 import logging
 import os
 import socket
 import stat
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -15,7 +17,6 @@ from kvstore.errors import ConfigError, KVStoreError, PermissionDenied, StoreLoc
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, MutableMapping
-    from pathlib import Path
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +24,62 @@ _BACKLOG = 128
 _FIRST_DESCRIPTOR = 3
 """Where systemd's descriptors begin: sd_listen_fds(3)."""
 _LOCALHOST = "localhost"
+ADMIN = "admin"
+"""FileDescriptorName= of a socket on which monitoring asks."""
+
+
+class Doors:
+    """Where clients come in, and monitoring. Raises what :func:`unix_listener` does, and others.
+
+    What systemd hands over stands for the Unix socket, or for ``admin``: an address like
+    ``listen``, or the path of a Unix socket.
+    """
+
+    def __init__(
+        self,
+        environ: MutableMapping[str, str],
+        path: Path,
+        group: int | None,
+        listen: str | None,
+        admin: str | None,
+        *,
+        insecure: bool,
+    ) -> None:
+        self._made: list[Path] = []
+        given = inherited_listeners(environ)
+        self.clients = [sock for name, sock in given if name != ADMIN]
+        self.admin = next((sock for name, sock in given if name == ADMIN), None)
+        if not self.clients:
+            self.clients.append(self._unix(path, group))
+        if listen is not None:
+            self.clients.append(tcp_listener(listen, insecure=insecure))
+        if self.admin is None and admin is not None:
+            local = admin.startswith("/")
+            self.admin = self._unix(Path(admin), group) if local else _admin_port(admin)
+        for listener in self.clients:
+            log.info("listening on %s", listener.getsockname())
+        if self.admin is not None:
+            log.info("answering monitoring on %s", self.admin.getsockname())
+
+    def _unix(self, path: Path, group: int | None) -> socket.socket:
+        listener = unix_listener(path, group)
+        self._made.append(path)
+        return listener
+
+    def remove_names(self) -> None:
+        """Remove the sockets that we made, so that nobody waits there."""
+        while self._made:
+            self._made.pop().unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self.remove_names()
+        for listener in self.clients:
+            listener.close()
+
+
+def _admin_port(address: str) -> socket.socket:
+    tcp_address(address, setting=ADMIN)
+    return tcp_listener(address)
 
 
 def unix_listener(path: Path, group: int | None = None) -> socket.socket:
@@ -163,15 +220,17 @@ def _is_loopback(host: str) -> bool:
 # -- systemd --------------------------------------------------------------------------------------
 
 
-def inherited_listeners(environ: MutableMapping[str, str]) -> list[socket.socket]:
-    """Return the listening sockets that systemd opened for us (LISTEN_FDS), and forget them there.
+def inherited_listeners(environ: MutableMapping[str, str]) -> list[tuple[str, socket.socket]]:
+    """Return the listening sockets that systemd opened for us (LISTEN_FDS) with their names
+    (FileDescriptorName=, else empty), and forget them there.
 
     Raises ConfigError for one that is no listening stream socket of this machine.
     """
     values = [environ.pop(name, "") for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")]
     if values[0] != str(os.getpid()) or not values[1].isdecimal():
         return []
-    return list(_adopt(int(values[1])))
+    names = itertools.chain(values[2].split(":"), itertools.repeat(""))
+    return list(zip(names, _adopt(int(values[1])), strict=False))
 
 
 def _adopt(count: int) -> Iterator[socket.socket]:

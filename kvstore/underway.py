@@ -7,6 +7,7 @@ From its arrival to its answer the rows of a region that it names are ours, and 
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,7 +22,6 @@ from kvstore.record import HEADER_PAGE, image_bytes_of
 from kvstore.wire import close_all
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Sequence
 
     from kvstore.connection import Connection
@@ -70,7 +70,7 @@ class Request:
         self._store: Store | None = None
         self._region: Region | None = None
         self._refusal: KVStoreError | None = None
-        self._cancelled = False
+        self._cancelled = self._begun = False
 
     @property
     def limit(self) -> float:
@@ -133,8 +133,14 @@ class Request:
 
     # -- under way --------------------------------------------------------------------------------
 
-    def check(self) -> None:
-        """Raises what is wrong with the frame."""
+    def begin(self) -> None:
+        """Let the request be cancelled from now on by cancelling its task.
+
+        Raises CancelledError if it was cancelled before, and what is wrong with the frame.
+        """
+        self._begun = True
+        if self._cancelled:
+            raise asyncio.CancelledError
         if self._refusal is not None:
             raise self._refusal
 
@@ -177,7 +183,10 @@ class Request:
         self._cancelled = True
         if self.reading is not None:
             self.reading.cancel()
-        self.task.cancel()
+        # A task that is cancelled before its first step never runs: it would release nothing, and
+        # nobody would be answered.
+        if self._begun:
+            self.task.cancel()
 
     def release(self) -> None:
         """Give up all that the request holds: nothing of it is used from now on.

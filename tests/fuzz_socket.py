@@ -392,7 +392,7 @@ class Fuzzer:
         try:
             return one.step()
         except Failure as failure:
-            raise Failure(f"conversation {one.number}: {failure}") from failure
+            raise Failure(f"{one}\n{failure}") from failure
 
     def _at_end(self) -> bool:
         return self._only is not None and self.conversations > 0

@@ -22,7 +22,7 @@ import msgspec
 import pytest
 
 import kvstore
-from kvstore import config, errors, layout, node, render
+from kvstore import config, errors, node, render
 from kvstore.commands import daemon as daemon_commands
 from kvstore.commands import tree as commands
 from kvstore.commands import watch
@@ -817,7 +817,7 @@ def test_create_makes_a_store_that_serve_opens(tmp_path: Path) -> None:
 
 
 def test_create_says_where_and_by_whose_word(tmp_path: Path) -> None:
-    mount = layout.mount_of(tmp_path)
+    mount = node.mount_of(tmp_path)
     on = f"on {mount[0]} mounted at {mount[1]}\n"
     line = "engine filesystem, capacity 64 MiB, "
     ran = run_command("create", tmp_path / "a", "--capacity", "64MiB")

@@ -50,6 +50,7 @@ ONLINE = [
 """A call of every command that asks the daemon; ``inspect`` reads the store if there is none."""
 OFFLINE = [
     ["engines"],
+    ["doctor"],
     ["config", "check"],
     ["config", "show"],
     ["config", "example"],

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from kvstore import config, node
+from kvstore.commands.daemon import serve
 from kvstore.config import MIB, Source, parse_duration, parse_size
 from kvstore.errors import ConfigError
 from kvstore.regions import DEFAULT_REGION_BYTES
@@ -268,3 +269,9 @@ def test_every_setting_is_described_with_its_origin() -> None:
     assert ("capacity", 1 << 30, (Source.FLAG, "--capacity")) in described
     assert ("log.level", "info", (Source.DEFAULT, "default")) in described
     assert len(described) == len(config.Settings.__struct_fields__)
+
+
+def test_every_setting_has_a_flag() -> None:
+    given = {option for parameter in serve.params for option in parameter.opts}
+    missing = {config.flag(name) for name in config._ATTRIBUTES} - given
+    assert missing == set()

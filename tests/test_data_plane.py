@@ -459,6 +459,18 @@ def test_cancelling_what_is_over_or_never_was(talker: Talker) -> None:
         assert (reply.frame.request, reply.error, reply.meta) == (cancelling, "", b"")
 
 
+def test_a_cancel_that_comes_right_before_its_request(talker: Talker) -> None:
+    stored(talker, 1)
+    cancel = struct.pack("<Q", 99)
+    before = Frame(Op.CANCEL, request=98, meta_bytes=len(cancel)).pack() + cancel
+    after = Frame(Op.GET, request=99, meta_bytes=32, **ONE).pack() + key(0)
+    for _ in range(20):
+        talker.sock.sendall(before + after)
+        replies = {reply.frame.request: reply for reply in (talker.receive(), talker.receive())}
+        assert replies.keys() == {98, 99}
+        assert replies[99].error in ("", "Cancelled")
+
+
 def test_a_put_that_waits_is_cancelled(daemon: Bare, talker: Talker) -> None:
     with Shared(SIZE) as shared:
         talker.register([shared.descriptor], SIZE)
@@ -671,6 +683,10 @@ def test_clients_that_die_leave_nothing_behind(daemon: Bare, talker: Talker) -> 
             doomed.send(Op.SUBSCRIBE)
             doomed.send(Op.PUT, put_parts([key(51)], [block(51, MIB)])[0], **ONE)
             assert eventually(daemon.inside)
+            # Only what has begun uses its region: what came before this answer has.
+            doomed.send(Op.CONTAINS, keys[0] + bytes(4), **ONE)
+            while doomed.receive().frame.op != Op.CONTAINS:
+                pass
     assert mapped_regions(daemon) == 6, "kept while workers may use them"
     daemon.open()
     assert eventually(lambda: talker.status()["clients"] == 1)

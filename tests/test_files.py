@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import files, layout
+from kvstore import files, layout, node
 from kvstore.errors import CorruptStore
 from tests.mounts import mounted
 from tests.test_layout import RECORD, fail_with
@@ -59,7 +59,7 @@ def test_a_mount_point_with_a_blank_is_found(tmp_path: Path) -> None:
     (tmp_path / "a b").mkdir()
     with mounted(tmp_path / "a b", "tmpfs") as point:
         (point / "below").mkdir()
-        assert layout.mount_of(point / "below") == ("tmpfs", str(point))
+        assert node.mount_of(point / "below")[:2] == ("tmpfs", str(point))
 
 
 def test_the_boot_id_is_that_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,7 +234,7 @@ def test_no_store_says_what_is_there_instead(tmp_path: Path) -> None:
     assert f"kvstore create {tmp_path / 'absent'}" in caught.value.hint
     with pytest.raises(StoreNotFound, match=r"no STORE\.json") as caught:
         layout.read(tmp_path)
-    assert "restore STORE.json" in caught.value.hint
+    assert "kvstore recover" in caught.value.hint
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StoreNotFound, match="not a directory"):
         layout.read(tmp_path / "file")

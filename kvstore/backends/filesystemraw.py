@@ -13,8 +13,8 @@ from xxhash import xxh3_64_intdigest
 from kvstore.backends.filetree import MAX_FANOUT, SUFFIX, TEMPORARY, Tree
 from kvstore.backends.raw import Extent, Raw, Remains, Salvage
 from kvstore.errors import CorruptBlock
-from kvstore.files import sync_directory
-from kvstore.record import HEADER_PAGE, MAGIC, Header, claimed_header_length, decode
+from kvstore.files import DIRECTORY_MODE, sync_directory
+from kvstore.record import HEADER_PAGE, MAGIC, Header, claimed_header_length, decode, image_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -69,13 +69,49 @@ class FilesystemSalvage(Salvage):
             if identity is not None or path.endswith(SUFFIX) or page.startswith(MAGIC):
                 yield Remains(whole, error.message, identity, generation)
             return
-        place = 0 if path == self._path(header) else None
+        fits = whole.length >= image_bytes(header.stored_length)
+        place = 0 if fits and path == self._path(header) else None
         payload = Extent(file, HEADER_PAGE, header.stored_length)
         yield Raw(header, page[: claimed_header_length(page)], (((payload,),),), whole, place)
 
     def _path(self, header: Header) -> str:
         name = f"{header.shard:04x}-{header.key.hex()}.{header.generation:016x}{SUFFIX}"
         return f"{header.namespace.hex()}/{self._tree.fan(header.key)}/{name}"
+
+    def rename(self, raws: list[Raw]) -> bool:
+        files, moved = self.files, list[int]()
+        # Each name may be that of another one, so all leave theirs first, for any other: a file is
+        # known by what is in it.
+        for raw in raws:
+            assert raw.whole is not None
+            moved.append(raw.whole.file)
+            self._complete(raw)
+            self._move(raw.whole.file, f"{os.urandom(8).hex()}{SUFFIX}")
+        for raw, file in zip(raws, moved, strict=True):
+            path = self._path(raw.header)
+            (files.root / path).parent.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
+            self._move(file, path)
+        for folder in {(files.root / files.paths[file]).parent for file in moved}:
+            sync_directory(folder)
+            sync_directory(folder.parent)
+        return True
+
+    def _complete(self, raw: Raw) -> None:
+        """Bring back zeros that were cut off behind the payload."""
+        assert raw.whole is not None
+        size = image_bytes(raw.header.stored_length)
+        if raw.whole.length < size:
+            path = self.files.root / self.files.paths[raw.whole.file]
+            descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                os.ftruncate(descriptor, size)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def _move(self, file: int, path: str) -> None:
+        os.rename(self.files.root / self.files.paths[file], self.files.root / path)
+        self.files.paths[file] = path
 
     def remove(self, extent: Extent) -> None:
         path = self.files.root / self.files.paths[extent.file]

@@ -94,7 +94,7 @@ class LeveldbEngine(MergedEngine):
         except plyvel.IOError as error:
             raise EngineError(f"{self.folder} cannot be opened: {error}") from error
         except plyvel.Error as error:
-            hint = "move the engine's directory away and create the store anew"
+            hint = "run kvstore recover: it copies every block that is whole"
             raise CorruptStore(f"{self.folder} cannot be opened: {error}", hint) from error
         if self._mirror is None:
             self.sizes.forget()

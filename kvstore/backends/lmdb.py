@@ -88,7 +88,7 @@ class LmdbEngine(KeyValueEngine):
             # Readers of processes that were killed would keep every page that is freed.
             self._env.reader_check()
         except (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError) as error:
-            hint = "move the engine's directory away and create the store anew"
+            hint = "run kvstore recover: it copies every block that is whole"
             raise CorruptStore(f"{self.folder} cannot be opened: {error}", hint) from error
         except lmdb.Error as error:
             raise EngineError(f"{self.folder} cannot be opened: {error}") from error

@@ -79,7 +79,7 @@ class _Walk:
                 self._bad("its tree does not end")
 
     def _bad(self, what: str) -> None:
-        hint = "move the engine's directory away and create the store anew"
+        hint = "run kvstore recover: it copies every block that is whole"
         raise CorruptStore(f"{self._path} is damaged: {what}", hint)
 
     def _metas(self) -> _Meta:

@@ -203,6 +203,10 @@ class Salvage(ABC):
         """Return the recorded options of the engine as its files show them."""
         return {}
 
+    def agrees(self) -> bool:
+        """Tell whether the files are as the options of the context say."""
+        return True
+
     def buried(self, header: Header) -> bool:
         """Tell whether the files say that this version was deleted."""
         return False
@@ -210,6 +214,13 @@ class Salvage(ABC):
     def remove(self, extent: Extent) -> None:
         """Take out of the engine what lies there; for readers with ``in_place``. Raises OSError."""
         raise NotImplementedError
+
+    def rename(self, raws: list[Raw]) -> bool:
+        """Put records where the engine finds them, if a name is all that they lack; else False.
+
+        What has such a name goes, unless it is among them. Raises OSError.
+        """
+        return not raws
 
     def load(self, raw: Raw, image: memoryview) -> str:
         """Fill the image with the record; return why it is damaged, "" if it is whole.
@@ -219,12 +230,13 @@ class Salvage(ABC):
         lacking = [number for number, found in enumerate(raw.pieces) if not found]
         if lacking:
             return f"piece {lacking[0]} of {len(raw.pieces)} is nowhere to be found"
-        reason = ""
+        first = ""
         for choice in itertools.islice(itertools.product(*raw.pieces), MOST_CHOICES):
             reason = self._fill(raw, choice, image)
             if not reason:
                 return ""
-        return reason
+            first = first or reason
+        return first
 
     def _fill(self, raw: Raw, choice: tuple[Extents, ...], image: memoryview) -> str:
         header, at = raw.header, HEADER_PAGE

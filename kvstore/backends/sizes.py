@@ -63,5 +63,5 @@ class Sizes:
             if sizes.get(name, -1) < size:
                 raise CorruptStore(
                     f"{self._folder / name} is gone or shorter than it was at the last stop",
-                    "bring it back from a copy, or create the store anew",
+                    "bring it back from a copy, or run kvstore recover",
                 )

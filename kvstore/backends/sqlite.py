@@ -96,7 +96,7 @@ class SqliteEngine(KeyValueEngine):
             self.close_table()
             if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_CANTOPEN:
                 raise EngineError(f"{self._path} cannot be opened: {error}") from error
-            hint = "move the engine's directory away and create the store anew"
+            hint = "run kvstore recover: it copies every block that is whole"
             raise CorruptStore(f"{self._path} cannot be opened: {error}", hint) from error
 
     def close_table(self) -> None:

@@ -55,6 +55,9 @@ class SuperblockSalvage(Salvage):
     def options(self) -> Mapping[str, object]:
         return {"superblock_bytes": self._bytes}
 
+    def agrees(self) -> bool:
+        return not self._mine() or self._guess_bytes() == self._bytes
+
     def _mine(self) -> list[int]:
         return [
             file

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.layout import mount_of
+from kvstore.node import mount_of
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 
@@ -27,7 +27,8 @@ def describe(folder: Path | None = None) -> dict[str, Any]:
         "numpy": np.__version__,
     }
     if folder is not None:
-        found["filesystem"], found["mount_options"] = filesystem_of(folder)
+        mount = mount_of(folder)
+        found["filesystem"], found["mount_options"] = mount.kind, ",".join(mount.options)
     return found
 
 
@@ -37,19 +38,6 @@ def chosen(setting: Path) -> str:
         text = setting.read_text()
         return text.partition("[")[2].partition("]")[0] or text.strip()
     return "unknown"
-
-
-def filesystem_of(folder: Path) -> tuple[str, str]:
-    """Return type and mount options of the filesystem of ``folder``, after proc(5), mountinfo."""
-    _, where = mount_of(folder)
-    with suppress(OSError):
-        for line in reversed(Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()):
-            before, _, after = line.partition(" - ")
-            fields, (kind, _, of_all) = before.split(" "), after.split(" ", 2)
-            if fields[4].replace("\\040", " ") == where:
-                options = dict.fromkeys([*fields[5].split(","), *of_all.split(",")])
-                return kind, ",".join(options)
-    return "unknown", "unknown"
 
 
 def lines(found: dict[str, Any]) -> list[str]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvstore import __version__
-from kvstore.commands.daemon import check_access, serve, shown
-from kvstore.commands.frame import Call, Command, Group
+from kvstore.commands.daemon import check_access, chosen_store, serve, shown
+from kvstore.commands.frame import Call, Command, Group, store_option
 from kvstore.errors import ConfigError, KVStoreError
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 SHELLS = ("bash", "zsh", "fish")
 OFFLINE = (0, 1, 2, 130, 141)
+STATES = ("ok", "warn", "fail", "unknown")
 
 
 # -- engines --------------------------------------------------------------------------------------
@@ -64,6 +65,38 @@ def _abilities(capabilities: Mapping[str, object] | None) -> str:
         return ""
     yes = [name.replace("_", " ") for name, value in capabilities.items() if value is True]
     return ", ".join([*yes, f"space factor {capabilities['space_factor']}"])
+
+
+# -- doctor ---------------------------------------------------------------------------------------
+
+
+@click.command(
+    cls=Command,
+    example="kvstore doctor\nkvstore doctor /mnt/nvme/kv --json",
+    exits={0: "nothing fails", 1: "something does", 2: "", 13: "", 130: "", 141: ""},
+)
+@store_option
+@click.pass_obj
+def doctor(call: Call, argument: str | None, store: str | None) -> int:
+    """Tell what is wrong with this node, and what to do.
+
+    Filesystem, free space, permissions, limits, memory, clock: nothing is written. A line for each
+    check: ok, warn, fail or unknown.
+    """
+    from kvstore import config, doctor, render
+
+    settings = config.load(call.flags(store=chosen_store(argument, store))).settings
+    subject = doctor.Subject(settings.store, settings.memory, settings.min_free, settings.socket)
+    checks = list(doctor.examine(subject))
+    count = {state: sum(found.state == state for _, found in checks) for state in STATES}
+    shown = ", ".join(f"{number} {state}" for state, number in count.items() if number)
+    rows = [(found.state, name, found.message) for name, found in checks]
+    lines = []
+    for line, (_, found) in zip(render.table(["", "check", ""], rows)[1:], checks, strict=True):
+        lines += [line, f"         {found.fix}"] if found.fix else [line]
+    document = {"checks": [{"id": name, **found._asdict()} for name, found in checks], **count}
+    call.output.result(document, [*lines, shown])
+    return 1 if count["fail"] else 0
 
 
 # -- config ---------------------------------------------------------------------------------------

@@ -60,10 +60,12 @@ def _setting(name: str, metavar: str, text: str, section: str = "Options") -> Ca
 @_setting("write", "through|late", "When accepted blocks are written.")
 @_setting("max-dirty-age", "TIME", "Longest time until then, with --write late.")
 @_setting("when-full", "evict|read-only", "What gives way when there is no room.")
+@_setting("scrub-rate", "SIZE", "Bytes a second that a scrub reads; 0 = no limit.")
 @click.option("--check-only", is_flag=True, help="Check the settings and stop.")
 @_setting("socket-group", "GROUP", "Its members may connect.", ACCESS)
 @_setting("admin-group", "GROUP", "Its members may do everything.", ACCESS)
 @_setting("listen", "tcp://HOST:PORT", "Serve TCP too; it knows no passwords.", ACCESS)
+@_setting("admin", "tcp://HOST:PORT|PATH", "Answer monitoring over HTTP, to this machine.", ACCESS)
 @click.option(
     "--insecure",
     cls=Option,
@@ -121,6 +123,8 @@ def check_access(loaded: Loaded) -> None:
     if settings.listen is not None:
         where = f"listen ({origins['listen']})"
         tcp_address(settings.listen, insecure=settings.insecure, setting=where)
+    if settings.admin is not None and not settings.admin.startswith("/"):
+        tcp_address(settings.admin, setting=f"admin ({origins['admin']})")
 
 
 def _make_socket_folder(loaded: Loaded) -> None:
@@ -214,6 +218,7 @@ def _server_options(loaded: Loaded) -> ServerOptions:
         request_timeout=settings.request_timeout,
         drain_timeout=settings.drain_timeout,
         listen=settings.listen,
+        admin=settings.admin,
         insecure=settings.insecure,
         socket_group=settings.socket_group,
         admin_group=settings.admin_group,
@@ -273,10 +278,10 @@ def shown(value: object) -> str:
 @click.pass_obj
 def create(call: Call, /, argument: str | None, store: str | None, **flags: str | None) -> None:
     """Make an empty store at STORE, else where the settings say."""
-    from kvstore import config, layout, render
+    from kvstore import config, node, render
     from kvstore.opening import Options, create_store
 
-    loaded = config.load(call.flags(store=_chosen(argument, store), **flags))
+    loaded = config.load(call.flags(store=chosen_store(argument, store), **flags))
     settings = loaded.settings
     _make_default_parent(loaded)
     record = create_store(settings.store, Options(settings.engine, settings.capacity))
@@ -284,24 +289,25 @@ def create(call: Call, /, argument: str | None, store: str | None, **flags: str 
     if warning:
         call.output.note(f"warning: {warning}")
     capacity = record.capacity_bytes
-    device, mount_point = layout.mount_of(settings.store)
+    mount = node.mount_of(settings.store)
     document = {
         "store": settings.store,
         "uuid": record.uuid,
         "engine": record.engine,
         "capacity_bytes": capacity,
-        "device": device,
-        "mount_point": mount_point,
+        "device": mount.device,
+        "mount_point": mount.point,
     }
     origin = "" if loaded.origins["store"].source == "flag" else f" ({loaded.origins['store']})"
     line = (
         f"made a store at {settings.store}{origin}: engine {record.engine}, capacity "
-        f"{render.size(capacity)}, on {device} mounted at {mount_point}"
+        f"{render.size(capacity)}, on {mount.device} mounted at {mount.point}"
     )
     call.output.result(document, [line])
 
 
-def _chosen(argument: str | None, option: str | None) -> str | None:
+def chosen_store(argument: str | None, option: str | None) -> str | None:
+    """Return the store that a command line names, if any. Raises UsageError."""
     if argument is not None and option is not None and argument != option:
         raise UsageError(f"two stores are named, {argument} and {option}", "name one")
     return option if argument is None else argument

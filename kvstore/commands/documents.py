@@ -94,6 +94,12 @@ SHAPES: dict[str, Fields] = {
         "key_mismatch": ("integer", "records in the place or under the name of another block"),
         "truncated": ("integer", "records that were cut off"),
     },
+    "check": {
+        "id": ("string", "stable name of the check"),
+        "state": ("string", "ok, warn, fail or unknown"),
+        "message": ("string", "what was found"),
+        "fix": ("string", "what to do; empty if nothing"),
+    },
     "finding": {
         "kind": ("string", "damaged, missing, stale or unreadable"),
         **NAME,
@@ -318,6 +324,13 @@ DOCUMENTS: dict[str, Fields] = {
     "scrub stop": SCRUB,
     "scrub status": {**SCRUB, "findings": ("list of finding", "the last 1,024 of this daemon")},
     "scrub ack": {"acknowledged": ("integer", "damaged records since the last time")},
+    "doctor": {
+        "checks": ("list of check", "what was looked at"),
+        "ok": ("integer", "how many are well"),
+        "warn": ("integer", "how many could be better"),
+        "fail": ("integer", "how many must be mended"),
+        "unknown": ("integer", "how many could not be made"),
+    },
     "engines": {"engines": ("list of engine", "the engines")},
     "config check": {
         "valid": ("boolean", "serve would take these settings"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,8 +77,8 @@ def recover(
     if argument is not None and store is not None and argument != store:
         raise UsageError(f"two stores are named, {argument} and {store}", "name one")
     path = call.path("store", store if argument is None else argument)
-    target = None if new is None else Path(new).absolute()
-    keep = None if quarantine is None else Path(quarantine).absolute()
+    target = _elsewhere(path, new, "--to")
+    keep = _elsewhere(path / "blocks", quarantine, "--quarantine")
     _become_owner(path, [] if dry_run else [one for one in (target, keep) if one is not None])
     with _survey(call, path, engine, shared=bool(target) or dry_run) as survey:
         if target is None and engine not in (None, survey.record.engine):
@@ -86,22 +86,70 @@ def recover(
                 f"the store at {path} uses the engine {survey.record.engine}, not {engine}",
                 "leave out --engine, or give --to",
             )
+        _check_room(survey, target, engine, keep)
         if not dry_run:
             _confirm(call, survey, target, yes=yes)
             _run(call, survey, target, engine, keep)
         _tell(call, survey, target, keep, dry_run=dry_run)
 
 
+def _elsewhere(path: Path, given: str | None, option: str) -> Path | None:
+    """Return the directory that an option names. Raises UsageError where it can be none."""
+    if given is None:
+        return None
+    found = Path(given).absolute()
+    if found.resolve().is_relative_to(path.resolve()):
+        raise UsageError(f"{option} {given} lies in {path}", "choose another place")
+    if not found.parent.is_dir():
+        raise UsageError(f"{option} {given}: {found.parent} is no directory", "make it first")
+    return found
+
+
+def _check_room(survey: Survey, target: Path | None, engine: str | None, keep: Path | None) -> None:
+    from kvstore import rebuild
+
+    if target is None:
+        rebuild.check_room(survey, keep or survey.path / "quarantine")
+    else:
+        rebuild.check_room_at(survey, target, engine or survey.record.engine)
+
+
 def _become_owner(path: Path, made: list[Path]) -> None:
     """Become the store's owner, who must be able to write what is made: so root makes it first."""
-    if os.geteuid() == 0 and path.is_dir():
+    if os.geteuid() == 0 and path.is_dir() and made:
+        _probe(path)
         owner = path.stat()
         for folder in made:
             if not folder.exists() and folder.parent.is_dir():
                 folder.mkdir(0o700)
             if folder.is_dir() and not folder.is_symlink() and not os.listdir(folder):
                 os.chown(folder, owner.st_uid, owner.st_gid, follow_symlinks=False)
+    if os.geteuid() == 0:
+        _import_all()
     become_owner(path)
+
+
+def _import_all() -> None:
+    """Import what will be needed: the owner of the store may not be able to read the program."""
+    import importlib
+    import pkgutil
+
+    from kvstore import backends, rebuild, salvage  # noqa: F401
+
+    for found in pkgutil.iter_modules(backends.__path__):
+        with suppress(ImportError):
+            importlib.import_module(f"kvstore.backends.{found.name}")
+
+
+def _probe(path: Path) -> None:
+    """Raise what would end the command anyway, before anything is made for it."""
+    from kvstore import salvage
+    from kvstore.lock import Lock
+
+    salvage.read_record(path)
+    lock = Lock(path)
+    lock.acquire(exclusive=False)
+    lock.release()
 
 
 @contextmanager

@@ -1,6 +1,7 @@
-"""docs/cli.md and docs/json.md, made from the commands: ``python -m kvstore.commands.reference``.
+"""docs/cli.md, docs/json.md, docs/metrics.md: ``python -m kvstore.commands.reference`` makes them
+from the commands and what they use.
 
-``make docs`` writes them; a test compares what is there with what would be written.
+``make docs`` runs it; a test compares what is there with what would be written.
 """
 
 from __future__ import annotations
@@ -40,6 +41,13 @@ hex. Fields are only ever added, never renamed or given another kind. Made by `m
 measurements, whose fields are no promise.
 
 A command that fails prints one line on stderr; stdout then has nothing, or what had been done."""
+
+METRICS_HEAD = """\
+# Metrics
+
+What `/metrics` tells where the setting `admin` says, in the format of Prometheus. Counters begin
+anew with the daemon. No label holds a key or the name of a namespace. Made by `make docs` from
+`kvstore/exposition.py`. `grafana/kvstore.json` is a dashboard, `grafana/alerts.yml` has rules."""
 
 
 def commands(words: tuple[str, ...], command: Help) -> Iterator[tuple[tuple[str, ...], Help]]:
@@ -106,7 +114,19 @@ def fsck_page() -> str:
     return f"{head}{mark}\n{text}\n\n" + "\n".join(findings.table()) + "\n"
 
 
-PAGES = {"cli.md": cli_page, "json.md": json_page, "fsck.md": fsck_page}
+def metrics_page() -> str:
+    """Return docs/metrics.md."""
+    from kvstore.exposition import METRICS, OTHERS
+
+    rows = [f"| `{name}` | {kind} | {meaning} |" for name, (kind, meaning) in OTHERS.items()]
+    for metric in METRICS:
+        labels = f"; label: {metric.label} ({', '.join(metric.samples)})" if metric.label else ""
+        rows.append(f"| `{metric.name}` | {metric.kind} | {metric.meaning}{labels} |")
+    table = ["| metric | kind | meaning |", "|---|---|---|", *rows]
+    return f"{METRICS_HEAD}\n\n" + "\n".join(table) + "\n"
+
+
+PAGES = {"cli.md": cli_page, "json.md": json_page, "metrics.md": metrics_page, "fsck.md": fsck_page}
 
 
 def write() -> None:

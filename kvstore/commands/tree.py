@@ -39,6 +39,7 @@ PLACES = {
         "daemon", "create", "Make an empty store at STORE, else where the settings say."
     ),
     "delete": Place("blocks", "delete", "Remove blocks by name, for good."),
+    "doctor": Place("about", "doctor", "Tell what is wrong with this node, and what to do."),
     "engines": Place("about", "engines", "List the engines: ways to keep blocks on disk."),
     "evict": Place("leave", "evict", "Make blocks leave the store, those unused longest first."),
     "flush": Place("pins", "flush", "Wait until all that was put before survives a power loss."),
