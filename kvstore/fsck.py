@@ -74,6 +74,12 @@ class Options:
     def partly(self) -> bool:
         return self.share < 1 or self.most_bytes is not None or self.max_seconds is not None
 
+    def after(self, report: Report) -> Options:
+        """Return how to check once more after a repair: payloads only where that check could not
+        know all records."""
+        whole = self.depth == PAYLOADS and report.untrusted and not self.partly
+        return self if whole else replace(self, depth=HEADERS)
+
 
 @dataclass
 class Report:

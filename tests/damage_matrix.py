@@ -20,7 +20,7 @@ from typing import Any
 from kvstore import fsck, isolate, mend, rebuild, salvage
 from kvstore.errors import KVStoreError
 from kvstore.findings import Severity
-from kvstore.fsck import HEADERS, PAYLOADS, Check, Options, Report
+from kvstore.fsck import PAYLOADS, Check, Options, Report
 from tests.store_damages import BLOCKS, DAMAGES, ENGINES, SIZE, NotApplicable, Scene
 from tests.stores import Local, block, key
 
@@ -86,13 +86,13 @@ def recover(path: Path) -> int:
 
 def repair(path: Path, first: Report) -> tuple[Report, int]:
     """Return the last check, and how many files went to quarantine."""
-    folder = mend.new_folder(path, None)
+    folder, options = mend.new_folder(path, None), Options(depth=PAYLOADS)
 
     def again() -> Report:
-        return Check(path, Options(depth=HEADERS)).run()
+        return Check(path, options.after(first)).run()
 
     last = mend.until_done(first, again, folder, 60.0, mend.Done())
-    assert Check(path, Options(depth=PAYLOADS)).run().counts == last.counts
+    assert Check(path, options).run().faults == last.faults
     kept = [item for item in folder.glob("*") if item.name != "manifest.jsonl"]
     return last, len(kept)
 

@@ -238,15 +238,12 @@ class _Run:
 
     def _repair(self, report: Report, done: Done) -> Report:
         """Repair, check again, and so on; return the last check."""
-        from dataclasses import replace
-
         from kvstore import mend
-        from kvstore.fsck import HEADERS
 
-        shallow = replace(self._options, depth=HEADERS)
+        options = self._options.after(report)
 
         def again() -> Report:
-            found = self._check(shallow)
+            found = self._check(options)
             if found is None:
                 raise KeyboardInterrupt
             return found
