@@ -13,7 +13,7 @@ import numpy as np
 
 from kvstore import record
 from kvstore.backends.base import Blocks, Finding, ScanBatch, Scanned
-from kvstore.findings import OF_ENGINES, Found
+from kvstore.findings import Found, id_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -169,7 +169,7 @@ class _Work:
             found = strange.pop(self.path(at), None)
             if found is not None:
                 self._result.strange.append(found)
-                name = OF_ENGINES[found.kind]
+                name = id_of(found.kind)
                 self._row(at, name, found.detail, bad=name != "unreadable")
             else:
                 lost = int(rows["generation"][at]) > self._index.synced
@@ -184,7 +184,7 @@ class _Work:
                 free += 1
                 continue
             path = f"{self._blocks}/{found.path}"
-            self._result.found.append(Found(OF_ENGINES[found.kind], path, found.detail))
+            self._result.found.append(Found(id_of(found.kind), path, found.detail))
             self._result.strange.append(found)
         if free:
             self._result.found.append(Found("free-slot", self._blocks, f"{free} slots"))

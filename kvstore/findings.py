@@ -123,6 +123,11 @@ OF_ENGINES: Mapping[str, str] = {
 is ``cut-file``."""
 
 
+def id_of(kind: str) -> str:
+    """Return the id for what an engine found; engines from elsewhere may have kinds of their own."""
+    return OF_ENGINES.get(kind, "foreign")
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """One finding. ``path`` is below the store's directory; of a block there are its names, too,

@@ -36,7 +36,7 @@ from kvstore.errors import (
     StoreNotFound,
 )
 from kvstore.events import Kind
-from kvstore.findings import CLASSES, OF_ENGINES, Found, Severity
+from kvstore.findings import CLASSES, Found, Severity, id_of
 from kvstore.isolate import LIMIT_SECONDS, Child, Inspection
 from kvstore.namespaces import Namespaces
 from kvstore.settle import settle
@@ -202,6 +202,8 @@ class Check:
             self._note(Found(name, found.blocks, loaded.reason))
         settled = settle(loaded.events)
         rows = settled.rows[settled.rows["kind"] == Kind.PUT]
+        if not engine_class(found.engine).capabilities.persistent:
+            rows = rows[:0]
         self.report.blocks = len(rows)
         self.report.rows, self.report.bad = rows, np.zeros(len(rows), np.bool_)
         self._nameless(rows)
@@ -243,6 +245,9 @@ class Check:
             self._note(Found("engine-died", found.blocks, error.message))
         except (CorruptStore, StoreNotFound) as error:
             self._note(Found("engine-unopenable", found.blocks, error.message))
+        except PermissionDenied:
+            if not self.report.counts["mode"]:
+                raise
         except EngineHung:
             raise
         except EngineError as error:
@@ -251,7 +256,7 @@ class Check:
     def _structure(self, inspection: Inspection, blocks: str) -> None:
         known = {one.path for one in self.report.found}
         for one in inspection.check():
-            name = "cut-file" if one.kind == "short" else OF_ENGINES[one.kind]
+            name = "cut-file" if one.kind == "short" else id_of(one.kind)
             path = f"{blocks}/{one.path}"
             if path not in known:
                 self.report.strange.append(one)
