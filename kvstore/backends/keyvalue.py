@@ -37,12 +37,13 @@ from kvstore.errors import (
     CorruptBlock,
     EngineError,
 )
-from kvstore.files import sync_directory
+from kvstore.files import sync_directory, write_new
 from kvstore.killpoints import reach
 from kvstore.record import HEADER_PAGE, claimed_header_length, decode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
 
     from typing_extensions import Buffer
 
@@ -299,6 +300,21 @@ class KeyValueEngine(base.Engine):
 
     def where(self, blocks: Blocks) -> list[str]:
         return [f"{self.name} {(HEADERS + name).hex()}" for name in _names(blocks)]
+
+    def put_right(self, finding: Finding, target: Path) -> str:
+        """Move an entry that is no header of a record; the record may be whole all the same."""
+        self.require_open(writing=True)
+        _, _, name = finding.path.partition(" ")
+        if not name:
+            return ""
+        key = bytes.fromhex(name)
+        with self.reading() as get:
+            value = get(key)
+            if value is None:
+                return ""
+            write_new(target, [memoryview(value)])
+        self._remove([key])
+        return "moved"
 
     def notes(self) -> tuple[str, ...]:
         """Return sentences for ``status``."""

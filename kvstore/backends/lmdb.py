@@ -99,10 +99,11 @@ class LmdbEngine(KeyValueEngine):
             self._env = None
 
     def _environment(self, *, create: bool) -> lmdb.Environment:
+        # Readers write into lock.mdb; the lock of the store keeps writers away from ours.
         return lmdb.open(
             str(self.folder), map_size=self._map_bytes(), create=create, mode=0o600,
-            readonly=self.context.read_only, metasync=False, readahead=True,
-            max_readers=MOST_READERS, max_spare_txns=SPARE_TRANSACTIONS,
+            readonly=self.context.read_only, lock=not self.context.read_only, metasync=False,
+            readahead=True, max_readers=MOST_READERS, max_spare_txns=SPARE_TRANSACTIONS,
         )  # fmt: skip
 
     def _map_bytes(self) -> int:

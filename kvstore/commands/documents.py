@@ -94,6 +94,12 @@ SHAPES: dict[str, Fields] = {
         "origin": ("string", "flag, variable, path of a file, or default"),
         "source": ("string", "flag, environment, file or default"),
     },
+    "corrupt": {
+        "header": ("integer", "records without a valid header"),
+        "payload": ("integer", "records whose payload is not what the header says"),
+        "key_mismatch": ("integer", "records in the place or under the name of another block"),
+        "truncated": ("integer", "records that were cut off"),
+    },
     "check": {
         "id": ("string", "stable name of the check"),
         "state": ("string", "ok, warn, fail or unknown"),
@@ -393,6 +399,44 @@ _SUMMARY: Fields = {
     "seconds": ("number", "how long it took"),
 }
 LINES: dict[str, list[Fields]] = {
+    "fsck": [
+        {
+            "type": ("string", "finding"),
+            "id": ("string", "what it is, see docs/fsck.md"),
+            "severity": ("string", "damage, repairable or note"),
+            "path": ("string", "where, below the directory of the store"),
+            "detail": ("string", "what is wrong, in words"),
+            "namespace": ("hex or null", "id of the namespace, of a block or of its record"),
+            "shard": ("integer or null", "number of the parallel rank"),
+            "key": ("hex or null", "key of the block"),
+            "generation": ("integer or null", "number of the version"),
+        },
+        {
+            "type": ("string", "summary"),
+            "store": ("string", "directory of the store"),
+            "blocks": ("integer", "blocks in the index"),
+            "records": ("integer", "records whose headers were read"),
+            "checked": ("integer", "blocks that were compared, or verified with --verify-data"),
+            "bytes": ("integer", "what the records that were verified take"),
+            "finished": ("boolean", "false if it stopped before the last block"),
+            "ok": ("integer", "blocks without a fault, as far as this check looked"),
+            "corrupt": ("corrupt", "damaged records"),
+            "orphan": ("integer", "records that the index did not know"),
+            "missing": ("integer", "blocks without a record"),
+            "duplicate": ("integer", "blocks of which an old version was there, too"),
+            "stale_tmp": ("integer", "files that were not finished before a kill"),
+            "foreign": ("integer", "what is not the store's"),
+            "perms": ("integer", "wrong modes and owners"),
+            "unreadable": ("integer", "records that the device or the library refused to read"),
+            "repaired": ("integer", "faults that a repair put right"),
+            "quarantined": ("integer", "records and files that a repair moved to quarantine"),
+            "dropped": ("integer", "blocks that a repair dropped: misses"),
+            "left": ("integer", "faults that are left"),
+            "next_command": ("string or null", "what helps against those"),
+            "seconds": ("number", "how long it took"),
+            "code": ("integer", "the exit code"),
+        },
+    ],
     "status --watch": [{"type": ("string", "status"), **STATUS}, _SUMMARY],
     "top": [
         {

@@ -43,6 +43,7 @@ PLACES = {
     "engines": Place("about", "engines", "List the engines: ways to keep blocks on disk."),
     "evict": Place("leave", "evict", "Make blocks leave the store, those unused longest first."),
     "flush": Place("pins", "flush", "Wait until all that was put before survives a power loss."),
+    "fsck": Place("check", "fsck", "Check a store that no daemon has; repair it."),
     "get": Place("blocks", "get", "Write the block under KEY to a file or, without -o, to a pipe."),
     "inspect": Place("look", "inspect", "Show what a store holds, or one block."),
     "list": Place("blocks", "list_blocks", "List blocks, one a line: NAMESPACE-ID SHARD KEY."),
