@@ -226,8 +226,9 @@ def _pins(store: Store, rows: U32, now: float) -> Iterator[Document]:
 
 
 async def scrub(request: Request, asked: Asked) -> Document:
-    """Start, pause or stop the verification of what is on disk, acknowledge what it found, or only
-    tell how far it is; with what it found since the finding numbered ``since``."""
+    """Start, pause or stop the verification of what is on disk, acknowledge what it found, look at
+    the engine's structure, or only tell how far it is; with what it found since the finding
+    numbered ``since``."""
     store, action = await request.store(), asked.get("action", "status")
     done: object = None
     if action == "start":
@@ -239,6 +240,9 @@ async def scrub(request: Request, asked: Asked) -> Document:
         done = store.scrub.stop()
     elif action == "ack":
         done = await request.server.in_worker(store.core.quarantine.acknowledge)
+    elif action == "check":
+        found = await request.server.in_worker(store.core.engine.check)
+        return {"structure": [[one.kind, one.path, one.detail] for one in found]}
     elif action != "status":
         raise UsageError(f"scrub knows no action {str(action)[:40]!r}", "upgrade kvstore")
     since = amount(asked, "since") or 0

@@ -117,6 +117,7 @@ OF_ENGINES: Mapping[str, str] = {
     "leftover": "leftover",
     "bad-tree": "bad-tree",
     "bad-superblock": "bad-superblock",
+    "missing-superblock": "bad-superblock",
     "bad-copy": "superblock-header",
 }
 """By kind of what an engine's ``scan`` or ``check`` finds. ``short`` of a file that is no record

@@ -160,7 +160,7 @@ class Check:
         except PermissionDenied as error:
             return self._without_record(error)
         self.report.folder = found.blocks
-        self._directory(found.blocks)
+        self._directory(found.blocks, found.previous.blocks if found.previous else "")
         self._engine(found, self._index(found))
         self._room(found)
         return self.report
@@ -182,8 +182,8 @@ class Check:
 
     # -- directory and index ----------------------------------------------------------------------
 
-    def _directory(self, blocks: str) -> None:
-        survey = Survey(self._path, blocks)
+    def _directory(self, blocks: str, former: str = "") -> None:
+        survey = Survey(self._path, blocks, former)
         try:
             for found in survey.look():
                 self._note(found)

@@ -32,12 +32,16 @@ _OTHERS = 0o022
 
 
 class Survey:
-    """``bytes``: what all takes on the device, as ``du`` counts it; ``quarantine_bytes`` of it."""
+    """``bytes``: what all takes on the device, as ``du`` counts it; ``quarantine_bytes`` of it.
 
-    def __init__(self, store: Path, blocks: str) -> None:
+    ``blocks`` is the engine's directory, ``former`` that of an earlier one: it only counts.
+    """
+
+    def __init__(self, store: Path, blocks: str, former: str = "") -> None:
         self.bytes = self.quarantine_bytes = 0
         self._store = store
         self._blocks = blocks
+        self._former = former
         self._owner = store.stat().st_uid
         self._seen: set[tuple[int, int]] = set()
 
@@ -80,7 +84,7 @@ class Survey:
 
     def _judge(self, path: str, found: os.stat_result) -> Iterator[Found]:
         top, _, below = path.partition("/")
-        if top == "lost+found":
+        if top in ("lost+found", self._former):
             return
         folder = stat.S_ISDIR(found.st_mode)
         plain = folder or stat.S_ISREG(found.st_mode)

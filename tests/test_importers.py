@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.commands.documents import LINES, unlike
 from kvstore.errors import ConfigError, NotFound, UsageError
 from kvstore.importers import IMPORTERS, check, importer_class
 from kvstore.importers.base import Entry, Listing
@@ -321,3 +322,19 @@ def test_the_namespace_may_be_named(tmp_path: Path) -> None:
     ran = run_command("migrate", f"hicache:{root}", store, "--merge", "--namespace", "mine")
     assert ran.code == UsageError.exit_code
     assert "2 namespaces" in ran.stderr
+
+
+@pytest.mark.parametrize("name", sorted(MAKERS))
+def test_fsck_of_a_directory(tmp_path: Path, name: str) -> None:
+    made = MAKERS[name](tmp_path, 6)
+    where = f"{name}:{tmp_path}"
+    ran = run_command("fsck", where)
+    assert (ran.code, ran.text) == (0, f"{tmp_path}: clean: 0 findings\n")
+    os.truncate(made[2], 100)
+    ran = run_command("fsck", where, "--json")
+    assert ran.code == 5
+    finding, summary = (json.loads(line) for line in ran.text.splitlines())
+    assert [unlike(finding, LINES["fsck IMPORTER:DIR"][0])] == [[]]
+    assert (finding["id"], finding["path"]) == ("truncated", str(made[2]))
+    assert unlike(summary, LINES["fsck IMPORTER:DIR"][1]) == []
+    assert run_command("fsck", where, "--repair").code == 2

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.client import Client
+from kvstore.commands.documents import LINES, unlike
 from tests.command import Daemon
 from tests.damage import assert_nothing_is_held, copies, file_of, flip
 from tests.stores import MIB, Local, block, key
@@ -159,4 +160,32 @@ def test_the_command(tmp_path: Path) -> None:
     assert "idle: 50 blocks" in text
     state = json.loads((daemon.store / "scrub.json").read_text())
     assert state["found"]["damaged"] == 1
+    assert daemon.stop() == 0
+
+
+def test_fsck_through_the_daemon(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path)
+    daemon.start()
+    with Client(str(daemon.socket)) as client:
+        names = [key(n) for n in range(COUNT)]
+        client.put_many(names, [block(n, 9000) for n in range(COUNT)], ack="written")
+    ran = daemon.run("fsck", "--online")
+    assert (ran.code, "clean: 50 blocks" in ran.text) == (0, True), ran
+    first, second = sorted((daemon.store / "blocks").rglob("*.kvb"))[:2]
+    flip(first, 4096 + 17)
+    second.unlink()
+    (daemon.store / "blocks" / "stray").symlink_to("/etc")
+    assert daemon.run("fsck", "--online", "--quick").code in (0, 5)
+    ran = daemon.run("fsck", "--online", "--json")
+    assert ran.code == 5
+    lines = [json.loads(line) for line in ran.text.splitlines()]
+    finding, summary = LINES["fsck"]
+    assert [unlike(line, finding) for line in lines[:-1]] == [[]] * (len(lines) - 1)
+    assert unlike(lines[-1], summary) == []
+    assert {"payload-damaged", "missing"} <= {line["id"] for line in lines[:-1]}
+    assert (lines[-1]["corrupt"]["payload"], lines[-1]["checked"]) == (1, COUNT)
+    assert lines[-1]["next_command"]
+    assert daemon.run("fsck", "--online", "--repair").code == 2
+    assert daemon.run("fsck", "--online", daemon.store).code == 2
+    assert daemon.run("fsck", daemon.store).code == 11
     assert daemon.stop() == 0

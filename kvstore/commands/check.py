@@ -9,6 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvstore.commands.elsewhere import (
+    check_online,
+    check_other_system,
+    other_system,
+    refuse,
+)
 from kvstore.commands.frame import INTERRUPTED, Call, Command, Option, become_owner, store_option
 from kvstore.errors import ConfigError, CorruptStore, UsageError
 
@@ -26,7 +32,8 @@ _STYLES = {"damage": "red", "repairable": "yellow", "note": "bold"}
     cls=Command,
     example=(
         "kvstore fsck /mnt/nvme/kv\nkvstore fsck --verify-data=5% --max-duration 1h\n"
-        "kvstore fsck --repair -n\nkvstore fsck --repair --yes"
+        "kvstore fsck --repair -n\nkvstore fsck --repair --yes\nkvstore fsck --online\n"
+        "kvstore fsck vllm-fs:/mnt/kv-cache"
     ),
     exits={
         0: "clean, or all repaired: the summary tells how many findings were",
@@ -34,7 +41,8 @@ _STYLES = {"damage": "red", "repairable": "yellow", "note": "bold"}
         2: "",
         5: "damage found and left; the summary names the next command",
         10: "",
-        11: "a daemon has the store",
+        11: "a daemon has the store: stop it, or use --online",
+        12: "--online: the daemon did not answer",
         13: "",
         14: "no space for copies of what is damaged",
         15: "",
@@ -52,6 +60,7 @@ _STYLES = {"damage": "red", "repairable": "yellow", "note": "bold"}
     help="Read and verify payloads: all, a share (5%), or so many bytes (20GiB) from where the "
     "last such check ended.",
 )
+@click.option("--online", is_flag=True, help="Have the daemon check: it serves meanwhile.")
 @click.option("--max-duration", metavar="TIME", help="Stop at a safe point after so long (30min).")
 @click.option(
     "--engine-timeout",
@@ -86,6 +95,7 @@ def fsck(
     store: str | None,
     quick: bool,
     verify_data: str | None,
+    online: bool,
     max_duration: str | None,
     engine_timeout: str,
     repair: bool,
@@ -100,9 +110,22 @@ def fsck(
 
     A repair drops blocks that are damaged, and takes in records that the index does not know. What
     it takes away it keeps in quarantine. It may be interrupted and begun again.
+
+    With --online the daemon looks at its engine and verifies every record, as a scrub without a
+    limit does: what is damaged it copies to quarantine and drops. STORE may be IMPORTER:DIR, the
+    directory of another system as kvstore migrate reads it.
     """
     if argument and store and argument != store:
         raise UsageError(f"two stores are named, {argument} and {store}", "name one")
+    given = {"--repair": repair, "-n": dry_run, "--quarantine": quarantine}
+    if (other := other_system(argument or store)) is not None:
+        refuse("there", {**given, "--online": online, "--verify-data": verify_data})
+        return check_other_system(call, *other)
+    if online:
+        named = {"STORE": argument or store, "--verify-data": verify_data, **given}
+        refuse("with --online: the daemon has one store, and verifies all of it", named)
+        seconds = _seconds("--max-duration", max_duration) if max_duration else None
+        return _check_online(call, quick=quick, seconds=seconds)
     if (dry_run or quarantine) and not repair:
         raise UsageError("-n and --quarantine are about a repair", "add --repair")
     if quick and verify_data is not None:
@@ -113,6 +136,25 @@ def fsck(
     return _Run(call, path, options, Path(quarantine) if quarantine else None).run(
         repair=repair, dry_run=dry_run, yes=yes
     )
+
+
+def _check_online(call: Call, *, quick: bool, seconds: float | None) -> int:
+    began = time.monotonic()
+
+    def tell(found: Found) -> None:
+        call.output.line(found.document(), [_line(call, found)])
+
+    report, code, following = check_online(call, tell, quick=quick, seconds=seconds)
+    told = summary(report, None, report, code, time.monotonic() - began)
+    told["next_command"] = following if code else None
+    call.output.line(told, _summary_lines(told))
+    return code
+
+
+def _line(call: Call, found: Found) -> str:
+    severity = call.output.style(str(found.severity), _STYLES[str(found.severity)])
+    block = f" {found.key}" if found.key else ""
+    return f"{severity} {found.id}{block} {found.path or '.'}: {found.detail}"
 
 
 def _options(
@@ -220,12 +262,7 @@ class _Run:
         mark = (found.id, found.path, found.detail)
         if mark not in self._told:
             self._told.add(mark)
-            self._call.output.line(found.document(), [self._line(found)])
-
-    def _line(self, found: Found) -> str:
-        severity = self._call.output.style(str(found.severity), _STYLES[str(found.severity)])
-        block = f" {found.key}" if found.key else ""
-        return f"{severity} {found.id}{block} {found.path or '.'}: {found.detail}"
+            self._call.output.line(found.document(), [_line(self._call, found)])
 
     def _plan(self, report: Report) -> None:
         from kvstore.findings import CLASSES

@@ -437,6 +437,22 @@ LINES: dict[str, list[Fields]] = {
             "code": ("integer", "the exit code"),
         },
     ],
+    "fsck IMPORTER:DIR": [
+        {
+            "type": ("string", "finding"),
+            "id": ("string", "truncated, empty, oversized, key-length, temporary, foreign, ..."),
+            "path": ("string", "which file"),
+            "detail": ("string", "what is wrong, in words"),
+        },
+        {
+            "type": ("string", "summary"),
+            "system": ("string", "the importer"),
+            "directory": ("string", "what was looked at"),
+            "findings": ("integer", "how many"),
+            "damaged": ("integer", "files of these by which a block is lost"),
+            "code": ("integer", "the exit code"),
+        },
+    ],
     "status --watch": [{"type": ("string", "status"), **STATUS}, _SUMMARY],
     "top": [
         {
