@@ -28,12 +28,12 @@ def plan(tmp_path: Path, **changes: Any) -> bench.Plan:
 
 def test_every_engine_is_measured_beside_copy_and_reference(tmp_path: Path) -> None:
     ran = run_command(
-        "bench", "engines", "--block-size", "64KiB", "--block-size", "1MiB", "--data", "16MiB",
+        "bench", "engines", "--block-size", "64KiB", "--block-size", "2MiB", "--data", "32MiB",
         "--rounds", "1", "--json", "--dir", str(tmp_path / "demo"),
     )  # fmt: skip
     assert ran.code == 0, ran.stderr
     result: dict[str, Any] = ran.json()
-    assert [size["block_bytes"] for size in result["sizes"]] == [64 << 10, MIB]
+    assert [size["block_bytes"] for size in result["sizes"]] == [64 << 10, 2 * MIB]
     for size in result["sizes"]:
         subjects = {one["subject"]: one for one in size["subjects"]}
         assert {"filesystem", "superblock", "mmap", "lmdb", "sqlite"} <= set(subjects)
@@ -58,11 +58,11 @@ def test_every_engine_is_measured_beside_copy_and_reference(tmp_path: Path) -> N
 
 
 def test_the_text_names_what_was_met(tmp_path: Path) -> None:
-    changes = {"engines": ["mmap", "lmdb"], "sizes": [MIB], "data_bytes": 16 * MIB}
+    changes = {"engines": ["mmap", "lmdb"], "sizes": [2 * MIB], "data_bytes": 32 * MIB}
     text = "\n".join(figures.lines(bench.run(plan(tmp_path, **changes), lambda _: None)))
     assert text.count("wanted: ") == 2
     assert "reference, 8 threads" in text
-    assert "16 blocks of 1 MiB, median of 2 rounds" in text
+    assert "16 blocks of 2 MiB, median of 2 rounds" in text
 
 
 def test_an_engine_that_is_not_installed_is_named(
