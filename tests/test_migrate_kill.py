@@ -39,7 +39,7 @@ else:
     migrate.BATCH_BLOCKS, target.SYNC_BYTES = int(sys.argv[4]), int(sys.argv[5])
     with migrate.Migration(path, what, min_free=0) as migration:
         rate = int(sys.argv[6]) or None
-        migration.run(lambda _blocks, _bytes: None, rate=rate)
+        migration.run(lambda _, size: size and print("copied", flush=True), rate=rate)
 """
 
 
@@ -48,11 +48,13 @@ def start(
 ) -> subprocess.Popen[bytes]:
     how = [str(batch), "1", str(rate)]
     command = [sys.executable, "-c", PROGRAM, str(ROOT), str(path), what, *how]
-    return subprocess.Popen(command, env={**os.environ, "KVSTORE_KILL_POINT": point})
+    environment = {**os.environ, "KVSTORE_KILL_POINT": point}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
 
 
 def killed(path: Path, what: str, point: str) -> None:
-    assert start(path, what, point).wait(60) == -signal.SIGKILL, point
+    with start(path, what, point) as process:
+        assert process.wait(60) == -signal.SIGKILL, point
 
 
 @pytest.fixture(scope="module")
@@ -201,13 +203,14 @@ def test_twenty_thousand_blocks_killed_twice(tmp_path: Path, source: str, target
     before, order = holding(path)
     for _ in range(2):
         # At this rate a run takes 25 s.
-        process = start(path, target, batch=256, rate=16 * MIB)
-        time.sleep(dice.uniform(3.0, 9.0))
-        process.kill()
-        process.wait()
+        with start(path, target, batch=256, rate=16 * MIB) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"copied\n"
+            time.sleep(dice.uniform(1.0, 7.0))
+            process.kill()
         assert layout.read(path).engine == source
     with Migration(path, target, min_free=0) as migration:
-        print("present after two kills:", migration.plan().present)
+        assert 0 < migration.plan().present < 20_000
         migration.run(lambda _blocks, _bytes: None)
     after, order_after = holding(path)
     assert after == before
