@@ -3,13 +3,14 @@
 # make docs   docs/cli.md and docs/json.md, from the commands
 # make fuzz   clients that misbehave (FRAMES=1000000 SEED=)
 # make soak   mixed load with faults (SECONDS=3600 SEED=)
-# make promises   of data plane and superblock, at their full size (15 min)
+# make matrix     what fsck makes of every kind of damage, for each engine
+# make promises   of data plane and engines, at their full size (1 h)
 #
 # Needs Python 3.11 or later with venv and pip; everything else is fetched into .venv.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := venv
-.PHONY: venv lint test docs fuzz soak promises run clean
+.PHONY: venv lint test docs fuzz soak promises matrix run clean
 
 # Settings of the caller's Python must not leak into .venv, nor our own settings into the tests.
 unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
@@ -72,7 +73,11 @@ soak: venv
 
 promises: venv
 	PROMISES=long $(RUN) pytest -v -rP --timeout 1500 -o faulthandler_timeout=1400 tests/test_promises.py \
-		tests/test_superblock_store.py tests/test_superblock_daemon.py
+		tests/test_superblock_store.py tests/test_superblock_daemon.py \
+		tests/test_engine_promises.py tests/test_keyvalue.py
+
+matrix:
+	@cat tests/damage_matrix.md
 
 run: venv
 	$(BIN)/kvstore bench demo --model q3b --model q7b

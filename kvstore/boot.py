@@ -23,15 +23,19 @@ log = logging.getLogger(__name__)
 
 
 class Boot:
-    """What an opening owes to the one before it: leftovers to delete, perhaps a scan."""
+    """What an opening owes to the one before it: leftovers to delete, perhaps a scan.
 
-    def __init__(self, core: Core, loaded: Loaded, settled: Settled) -> None:
+    ``scan``: somebody wants one whatever the journal says.
+    """
+
+    def __init__(self, core: Core, loaded: Loaded, settled: Settled, *, scan: bool = False) -> None:
         self._core = core
         self._loaded = loaded
         self._settled = settled
         self._boot = layout.boot_id()
         stopped = loaded.clean or not len(loaded.events)
         self._untrusted = loaded.torn or loaded.missing
+        self._first = self._untrusted or scan
         self._lost_power = not stopped and (not self._boot or self._boot != loaded.boot_id)
 
     def doubt_rows(self) -> None:
@@ -51,7 +55,7 @@ class Boot:
         """
         core = self._core
         given_up = self._given_up()
-        scan = self._untrusted or self._lost_power
+        scan = self._first or self._lost_power
         if len(given_up):
             core.leftovers = given_up
             claim(core, complete=False)
@@ -61,18 +65,19 @@ class Boot:
             core.journal.append(self._mark())
             return False
         reason = self._loaded.reason or "the machine was booted without a clean stop before"
+        reason = reason if self._untrusted or self._lost_power else "a repair"
         log.warning("%s: scanning the store: %s", core.path, reason)
         core.scan_due = True
         claim(core, complete=False)
         Reconcile(core, given_up["generation"], self._scanned)
-        return self._untrusted
+        return self._first
 
     def _scanned(self) -> None:
         core, mark = self._core, self._mark()
         core.scan_due = False
         _claim_when_quiet(core)
         core.queue(Step(lambda: _append(core, mark), lambda _step: None))
-        if self._untrusted:
+        if self._first:
             core.checkpoint_due = True
 
     def _mark(self) -> events.Records:

@@ -128,6 +128,8 @@ class Core:
     checkpoint_bytes: int = 0
     journal_bytes_before: int = 0
     """Bytes of earlier journal files that the next checkpoint will replace."""
+    kept_bytes: int = 0
+    """What a change of the engine left beside the blocks, see :func:`layout.kept_bytes`."""
     doubt: int = 0
     """Flags of rows whose records a power loss may have torn."""
     trouble: str = ""
@@ -428,6 +430,7 @@ class Core:
             + self.journal_bytes_before
             + self.checkpoint_bytes
             + self.quarantine.bytes
+            + self.kept_bytes
             + directory_bytes(self.path / NAMESPACES)
             + directory_bytes(self.path / INCOMING)
         )

@@ -9,6 +9,7 @@
     │   └── UnknownNamespace    4
     ├── CorruptBlock            5   a record fails verification
     ├── CorruptStore            5   the store's own files are damaged
+    │   └── EngineDied          5   the process that looked at an engine died of it
     ├── StoreNotFound          10   no store at this path
     ├── StoreLocked            11   another process holds it
     ├── DaemonUnavailable      12   nobody listens, or not ready in time
@@ -23,6 +24,7 @@
     ├── ReadOnly                1   the store takes no writes at present
     ├── PermissionDenied        1   the operating system refuses access
     ├── EngineError             1   an engine or its library failed
+    │   └── EngineHung          1   the process that looked at an engine did not answer
     └── ProtocolError           1   bytes on the wire that make no sense
 
 A message says what happened, to which key or path; ``hint`` says what to do next. Both are one
@@ -68,6 +70,10 @@ class CorruptBlock(KVStoreError):
 
 class CorruptStore(KVStoreError):
     exit_code = 5
+
+
+class EngineDied(CorruptStore):
+    pass
 
 
 class StoreNotFound(KVStoreError):
@@ -123,6 +129,10 @@ class PermissionDenied(KVStoreError):
 
 
 class EngineError(KVStoreError):
+    pass
+
+
+class EngineHung(EngineError):
     pass
 
 

@@ -17,6 +17,7 @@ from kvstore.errors import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from io import BufferedReader
     from pathlib import Path
 
@@ -128,3 +129,50 @@ def replace(path: Path, data: bytes) -> None:
         raise
     finally:
         os.close(descriptor)
+
+
+def move_away(path: Path, target: Path) -> bool:
+    """Move a file or directory to a new name, perhaps on another filesystem, durably; nothing is
+    followed. Tell whether it is there now: what is no file cannot be copied. Raises OSError.
+
+    The target's folder must be there; a name that is taken gets a number.
+    """
+    target = unused(target)
+    try:
+        os.rename(path, target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        if not stat.S_ISREG(path.lstat().st_mode):
+            return False
+        with open_regular(path) as source:
+            write_new(target, iter(lambda: source.read(1 << 20), b""))
+        path.unlink()
+    sync_directory(target.parent)
+    sync_directory(path.parent)
+    return True
+
+
+def unused(target: Path) -> Path:
+    """Return a name near to this one that is not taken, of a length that every filesystem takes."""
+    number, name = 1, target.name[:200]
+    target = target.with_name(name)
+    while target.is_symlink() or target.exists():
+        number += 1
+        target = target.with_name(f"{name}.{number}")
+    return target
+
+
+def write_new(target: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    """Write a file that is not there yet, durably. Raises OSError, and then leaves nothing."""
+    descriptor = open_to_write(target, os.O_EXCL)
+    try:
+        for piece in pieces:
+            write_all(descriptor, piece)
+        os.fsync(descriptor)
+    except OSError:
+        target.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+    sync_directory(target.parent)

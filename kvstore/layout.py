@@ -10,6 +10,8 @@
       incoming/       files dropped here are verified, then moved in
       quarantine/     damaged records, with manifest.jsonl
 
+A change of engine makes ``blocks-<engine>/`` beside ``blocks/``; see :mod:`kvstore.migrate`.
+
 Opening never rewrites the format. ``features`` are three lists of names, as in ext4: a program
 that does not know a name under ``compat`` may do everything, under ``ro_compat`` may only read,
 under ``incompat`` must not touch the store.
@@ -24,7 +26,7 @@ import shutil
 import stat
 import time
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,6 +55,7 @@ QUARANTINE = "quarantine"
 FORMAT = 1
 MAX_STORE_FILE_BYTES = 1 << 20
 MAX_OPENS = (1 << 32) - 1
+_MAX = (1 << 64) - 1
 KNOWN_FEATURES: Mapping[str, frozenset[str]] = {
     "compat": frozenset(),
     "ro_compat": frozenset(),
@@ -62,11 +65,30 @@ _LOST_AND_FOUND = "lost+found"
 
 
 @dataclass(frozen=True)
+class Previous:
+    """What the store was before its engine was changed: enough to go back, as long as the copy has
+    all of its blocks and no others.
+
+    ``blocks`` is its directory, which takes ``bytes`` on the device; ``copied`` blocks came along,
+    none of a generation above ``generation``.
+    """
+
+    engine: str
+    engine_options: Mapping[str, object]
+    blocks: str
+    epoch: int
+    copied: int
+    generation: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class StoreRecord:
     """STORE.json. ``uuid`` has 16 bytes; ``blocks`` is the name of a directory in the store.
 
     ``epoch`` goes up when journal and checkpoint of before must not be believed any more, ``opens``
-    with every opening for writing. ``features`` and ``unknown`` keep what a later version wrote.
+    with every opening for writing. ``previous`` is what an earlier engine left, kept until it is
+    deleted. ``features`` and ``unknown`` keep what a later version wrote.
     """
 
     uuid: bytes
@@ -81,6 +103,7 @@ class StoreRecord:
     features: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: dict.fromkeys(KNOWN_FEATURES, ())
     )
+    previous: Previous | None = None
     unknown: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -184,21 +207,43 @@ def _check_format(document: Mapping[str, object], path: Path) -> None:
 
 def _record(document: dict[str, object]) -> StoreRecord:
     known = {name for name in StoreRecord.__dataclass_fields__ if name != "unknown"}
-    options = document.get("engine_options", {})
-    if not isinstance(options, dict):
-        raise CorruptStore("engine_options is no object")
     return StoreRecord(
         uuid=_uuid(_text(document, "uuid")),
         engine=_name(document, "engine"),
         capacity_bytes=_integer(document, "capacity_bytes", 1, 1 << 63),
         created=_text(document, "created"),
-        engine_options=options,
+        engine_options=_options(document),
         blocks=_name(document, "blocks"),
-        epoch=_integer(document, "epoch", 0, (1 << 64) - 1),
+        epoch=_integer(document, "epoch", 0, _MAX),
         opens=_integer(document, "opens", 0, MAX_OPENS),
         format=_integer(document, "format", 1, None),
         features=_features(document),
+        previous=_previous(document),
         unknown={name: value for name, value in document.items() if name not in known},
+    )
+
+
+def _options(document: Mapping[str, object]) -> dict[str, object]:
+    options = document.get("engine_options", {})
+    if not isinstance(options, dict):
+        raise CorruptStore("engine_options is no object")
+    return options
+
+
+def _previous(document: Mapping[str, object]) -> Previous | None:
+    found = document.get("previous")
+    if found is None:
+        return None
+    if not isinstance(found, dict) or found.get("blocks") == document.get("blocks"):
+        raise CorruptStore("previous is no object, or has the directory of the blocks")
+    return Previous(
+        engine=_name(found, "engine"),
+        engine_options=_options(found),
+        blocks=_name(found, "blocks"),
+        epoch=_integer(found, "epoch", 0, _MAX),
+        copied=_integer(found, "copied", 0, _MAX),
+        generation=_integer(found, "generation", 0, _MAX),
+        bytes=_integer(found, "bytes", 0, _MAX),
     )
 
 
@@ -264,6 +309,7 @@ def encode(record: StoreRecord) -> bytes:
         "capacity_bytes": record.capacity_bytes,
         "created": record.created,
         "opens": record.opens,
+        **({"previous": asdict(record.previous)} if record.previous else {}),
         **record.unknown,
     }
     return json.dumps(document, indent=2).encode() + b"\n"
@@ -410,6 +456,21 @@ def directory_bytes(path: Path) -> int:
         except OSError:
             continue
     return total
+
+
+def leftovers(path: Path, record: StoreRecord) -> list[Path]:
+    """Return directories of blocks that STORE.json does not name: copies that were not finished,
+    and what is being removed."""
+    kept = {record.blocks, record.previous.blocks if record.previous else ""}
+    names = sorted(os.listdir(path))
+    return [path / name for name in names if name.startswith(BLOCKS) and name not in kept]
+
+
+def kept_bytes(path: Path, record: StoreRecord) -> int:
+    """Return what changes of the engine have left beside the blocks. Former ones are not looked at:
+    nobody changes them."""
+    left = sum(map(directory_bytes, leftovers(path, record)))
+    return left + (record.previous.bytes if record.previous else 0)
 
 
 def boot_id() -> bytes:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MAX_FILE_BYTES = 2 * MAX_NAMESPACE_RECORD_BYTES
+MAX_FILE_BYTES = 2 * MAX_NAMESPACE_RECORD_BYTES
 _MAX_NUMBERS = 1 << 16
 _SUFFIX = ".json"
 PRIVATE = "private"
@@ -112,7 +112,7 @@ class Namespaces:
         namespace = self.known(identity)
         path = self._path(identity)
         try:
-            data = files.read_regular(path, _MAX_FILE_BYTES)
+            data = files.read_regular(path, MAX_FILE_BYTES)
             namespace.record, namespace.key_length = decode(data, identity)
             namespace.owner = decode_owner(data)
         except (OSError, CorruptStore) as error:
@@ -258,7 +258,7 @@ def encode(record: NamespaceRecord, key_length: int | None, owner: int | None = 
         document["owner"] = owner
     for indent in (2, None):  # a long list with an item in each line would be too large to be read
         data = json.dumps(document, indent=indent, sort_keys=True, ensure_ascii=False).encode()
-        if len(data) < _MAX_FILE_BYTES:
+        if len(data) < MAX_FILE_BYTES:
             break
     return data + b"\n"
 

@@ -23,8 +23,16 @@ from kvstore.backends.base import EngineContext
 from kvstore.boot import Boot
 from kvstore.check import Quarantine
 from kvstore.core import SCRUB_RATE, Core
-from kvstore.errors import ConfigError, StoreFull, StoreNotFound
+from kvstore.errors import (
+    ConfigError,
+    CorruptStore,
+    EngineHung,
+    KVStoreError,
+    StoreFull,
+    StoreNotFound,
+)
 from kvstore.index import Index, Rows
+from kvstore.isolate import Child, Inspection
 from kvstore.job import Step
 from kvstore.journal import Journal
 from kvstore.keys import DEFAULT_NAMESPACE, named
@@ -52,6 +60,7 @@ log = logging.getLogger(__name__)
 BOUNCE_BYTES = 128 << 20
 CAPACITY_SHARE = 0.5
 POPULATE_BYTES = 16 << 20
+UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +71,9 @@ class Options:
     the memory for blocks in flight that pass by it. With ``write`` = ``late`` accepted blocks are
     written when they leave memory, or after ``max_dirty_age`` seconds. With ``when_full`` =
     ``read-only`` nothing is evicted: puts are answered FULL when there is no room. ``scrub_rate``
-    is bytes a second, 0 = as fast as a worker can.
+    is bytes a second, 0 = as fast as a worker can. With ``scan`` all headers are compared with the
+    index first, whatever the journal says. ``quarantine``: where damaged records are copied,
+    without a limit, instead of the store's own share.
     """
 
     engine: str | None = None
@@ -76,6 +87,8 @@ class Options:
     max_dirty_age: float = 300.0
     when_full: Literal["evict", "read-only"] = "evict"
     scrub_rate: int = SCRUB_RATE
+    scan: bool = False
+    quarantine: Path | None = None
 
 
 def create_store(path: Path, options: Options) -> StoreRecord:
@@ -159,7 +172,7 @@ class Opening:
         if wanted and wanted != record.engine:
             raise ConfigError(
                 f"the store at {self.path} uses the engine {record.engine}, not {wanted}",
-                "drop the setting, or choose another place: no command converts a store yet",
+                f"drop the setting, or change the engine with kvstore migrate --to {wanted}",
             )
         if self.options.capacity is not None:
             check_capacity(self.options.capacity)
@@ -197,22 +210,24 @@ class Opening:
         """Return the open store, or None after :meth:`cancel`."""
         assert self._record is not None
         assert self._lock is not None
-        self.phase = "opening the engine"
+        self.phase = "reading the journal"
         namespaces = Namespaces(self.path / layout.NAMESPACES)
         namespaces.load()
-        engine = _engine(self.path, self._record, self.options)
-        engine.open()
-        self.phase = "reading the journal"
         loaded = checkpoint.load(
             self.path / self._record.blocks, self._record.uuid, self._record.epoch
         )
+        self.phase = "opening the engine"
+        engine = _engine(self.path, self._record, self.options)
+        if not (loaded.clean or engine.capabilities.contained):
+            _look_apart(engine)
+        engine.open()
         if not engine.capabilities.persistent:
             log.warning("the engine %s forgets its blocks at the end", self._record.engine)
             loaded = replace(loaded, events=loaded.events[:0])
         settled = settle.settle(loaded.events)
         core = self._assemble(self._record, namespaces, engine, loaded, settled)
         self._adopt_rows(core, settled)
-        boot = Boot(core, loaded, settled)
+        boot = Boot(core, loaded, settled, scan=self.options.scan)
         boot.doubt_rows()
         store = Store(core, self._lock)
         _populate(core)
@@ -296,15 +311,14 @@ class Opening:
                 fixed_slots=capabilities.fixed_slots,
             ),
             namespaces=namespaces,
-            quarantine=Quarantine(
-                self.path / layout.QUARANTINE, quarantine_limit(record.capacity_bytes)
-            ),
+            quarantine=self._quarantine(record),
             bounce=Slab(self.options.bounce_bytes),
             tier=tier,
             synced_generation=settled.synced,
             generation=max(record.opens << 32, settled.max_generation),
             checkpoint_bytes=loaded.checkpoint_bytes,
             journal_bytes_before=loaded.earlier_journal_bytes,
+            kept_bytes=layout.kept_bytes(self.path, record),
             may_evict=self.options.when_full == "evict",
             scrub_rate=self.options.scrub_rate,
         )
@@ -313,6 +327,12 @@ class Opening:
         tier.on_leave(core.leave_memory)
         self._choose_when_to_write(core)
         return core
+
+    def _quarantine(self, record: StoreRecord) -> Quarantine:
+        if self.options.quarantine is not None:
+            return Quarantine(self.options.quarantine, UNLIMITED)
+        limit = quarantine_limit(record.capacity_bytes)
+        return Quarantine(self.path / layout.QUARANTINE, limit)
 
     def _choose_when_to_write(self, core: Core) -> None:
         late = self.options.write == "late"
@@ -380,6 +400,22 @@ class Opening:
         size = int(record.image_bytes_of(core.index.sizes[victims]).sum())
         log.warning("will evict %d blocks, %d bytes, to fit the capacity", len(victims), size)
         core.trim_due = True
+
+
+def _look_apart(engine: Engine) -> None:
+    """Have a child open the engine before we do, for its damage may end whoever does.
+
+    Raises CorruptStore that names ``kvstore recover``, EngineHung. What else is wrong shows when we
+    open it ourselves.
+    """
+    context = replace(engine.context, read_only=True)
+    with Child(f"the {engine.name} engine in {context.directory}") as child:
+        try:
+            Inspection(child, engine.name, context).check()
+        except (CorruptStore, EngineHung):
+            raise
+        except KVStoreError as error:
+            log.warning("the engine could not be looked at apart: %s", error.message)
 
 
 def _populate(core: Core) -> None:

@@ -236,7 +236,7 @@ class Progress:
     def __init__(self, total: int | None, unit: str, scale: bool, *, silent: bool) -> None:
         self._total, self._unit, self._scale = total, unit, scale
         self._done, self._silent = 0, silent
-        self._told = time.monotonic()
+        self._began = self._told = time.monotonic()
         self._bar: tqdm[NoReturn] | None = None
 
     def __enter__(self) -> Progress:
@@ -264,7 +264,13 @@ class Progress:
             self._bar.update(number)
         elif not self._silent and time.monotonic() - self._told >= PROGRESS_SECONDS:
             self._told = time.monotonic()
-            sys.stderr.write(f"{self._shown(self._done)} of {self._shown(self._total)}\n")
+            left = self._time_left(self._told - self._began)
+            sys.stderr.write(f"{self._shown(self._done)} of {self._shown(self._total)}{left}\n")
+
+    def _time_left(self, spent: float) -> str:
+        if not self._total or not 0 < self._done < self._total:
+            return ""
+        return f", about {duration(spent / self._done * (self._total - self._done))} left"
 
     def _shown(self, number: int | None) -> str:
         if number is None:

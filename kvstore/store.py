@@ -342,6 +342,7 @@ class Store:
             "dirty_bytes": core.writer.dirty_bytes,
             "queued_blocks": core.writer.queued_blocks,
             "quarantine_bytes": core.quarantine.bytes,
+            "kept_bytes": core.kept_bytes,
             "journal_bytes": core.journal.physical_bytes
             + core.journal_bytes_before
             + core.checkpoint_bytes,
@@ -351,10 +352,18 @@ class Store:
             "pinned_bytes": core.index.pinned_bytes(core.clock.seconds()),
             **counters,
             "scrub": self.scrub.status(),
-            "notes": [*core.stats.notes, *core.namespaces.problems],
+            "notes": [*core.stats.notes, *core.namespaces.problems, *self._kept()],
             "problems": problems,
             "uptime_seconds": round(time.monotonic() - self._opened, 1),
         }
+
+    def _kept(self) -> list[str]:
+        """Return a note about what a change of the engine left, if it takes room."""
+        kept, previous = self.core.kept_bytes, self.core.record.previous
+        if not kept:
+            return []
+        what = f"the former blocks ({previous.engine})" if previous else "an unfinished copy"
+        return [f"{what} takes {kept} bytes beside the blocks; see kvstore migrate --help"]
 
     # -- end --------------------------------------------------------------------------------------
 

@@ -51,6 +51,7 @@ class Summary:
     used_bytes: int
     journal_bytes: int
     quarantine_bytes: int
+    kept_bytes: int
     clean: bool
     damage: tuple[str, ...]
 
@@ -71,6 +72,7 @@ class Summary:
             "used_bytes": self.used_bytes,
             "journal_bytes": self.journal_bytes,
             "quarantine_bytes": self.quarantine_bytes,
+            "kept_bytes": self.kept_bytes,
             "namespaces": [
                 {
                     "id": share.id,
@@ -118,6 +120,7 @@ def _read(path: Path, found: layout.StoreRecord) -> Summary:
         used_bytes=layout.directory_bytes(path),
         journal_bytes=_journal_bytes(blocks),
         quarantine_bytes=layout.directory_bytes(path / layout.QUARANTINE),
+        kept_bytes=layout.kept_bytes(path, found),
         clean=loaded.clean,
         damage=(*((loaded.reason,) if spoiled else ()), *namespaces.problems),
     )

@@ -473,6 +473,7 @@ class Fuzzer:
             eventually(lambda: self._descriptors() <= self.samples[0].descriptors)
         now = Sample(frames, figures["RssAnon"], self._descriptors(), figures["Threads"])
         self.samples.append(now)
+        print(f"{frames:,} frames, {self.conversations:,} conversations", flush=True)
         first = self.samples[0]
         young = self.samples[min(len(self.samples) - 1, 2 * SAMPLES // 5)]
         if now.descriptors > first.descriptors:

@@ -89,7 +89,7 @@ def test_every_command_is_tried_here() -> None:
     tried = {
         tuple(call[:2]) if (call[0],) in GROUPS else (call[0],) for call in (*ONLINE, *OFFLINE)
     }
-    apart = {("serve",), ("create",), ("inspect",), ("recover",)}
+    apart = {("serve",), ("create",), ("inspect",), ("migrate",), ("recover",), ("fsck",)}
     assert tried | apart == {
         words for words in NAMES if words not in GROUPS and words[0] != "bench"
     }

@@ -17,6 +17,7 @@ from kvstore.backends.filesystem import FilesystemEngine
 from kvstore.backends.leveldb import LeveldbEngine
 from kvstore.backends.lmdb import LmdbEngine
 from kvstore.backends.memory import MemoryEngine
+from kvstore.backends.rocksdb import RocksdbEngine
 from kvstore.backends.sqlite import SqliteEngine
 from kvstore.errors import ConfigError, EngineError
 from kvstore.testing import EngineTests, Fault, FaultyEngine
@@ -77,6 +78,9 @@ class TestLmdb(EngineTests):
 
 
 class TestLeveldb(EngineTests):
+    # With less, buffers of the least size and what waits to be merged would take most of it.
+    capacity = 32 << 20
+
     def make(self, context: EngineContext) -> Engine:
         return LeveldbEngine(replace(context, capacity=64 << 20))
 
@@ -89,6 +93,13 @@ class TestSqlite(EngineTests):
         spoil(engine, block)
 
 
+class TestRocksdb(EngineTests):
+    capacity = 32 << 20
+
+    def make(self, context: EngineContext) -> Engine:
+        return RocksdbEngine(replace(context, capacity=48 << 20))
+
+
 class TestFaultyWithoutFaults(EngineTests):
     def make(self, context: EngineContext) -> Engine:
         return FaultyEngine(MemoryEngine(context))
@@ -98,7 +109,7 @@ class TestFaultyWithoutFaults(EngineTests):
 
 
 def test_built_in_engines_have_the_names_they_are_found_by() -> None:
-    for name in ("memory", "filesystem", "lmdb", "leveldb", "sqlite"):
+    for name in ("memory", "filesystem", "lmdb", "leveldb", "sqlite", "rocksdb"):
         assert name in engine_names()
         assert engine_class(name).name == name
 

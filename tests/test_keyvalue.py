@@ -1,4 +1,7 @@
-"""The engines over key/value libraries: kills, flips, full disks, failed syncs, and in a store."""
+"""The engines over key/value libraries: kills, flips, full disks, failed syncs, and in a store.
+
+With ``PROMISES=long``, as ``make promises`` sets it, twice the capacity is put before each kill.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +50,12 @@ if TYPE_CHECKING:
     from kvstore.backends.base import Blocks
 
 MIB = 1 << 20
-NAMES = ("lmdb", "leveldb", "sqlite")
+NAMES = ("lmdb", "leveldb", "sqlite", "rocksdb")
 UNCONTAINED = ("lmdb", "leveldb")
+LONG = os.environ.get("PROMISES") == "long"
 KILLS = 10
+PUTS = 32 if LONG else 4
+"""Of 4 MiB, before each kill: in the long form twice the capacity."""
 FLIPS = 200
 _FRESH = multiprocessing.get_context("forkserver")
 
@@ -129,11 +135,14 @@ def test_an_io_that_it_has_not(name: str, tmp_path: Path) -> None:
         engine_class(name)(EngineContext(tmp_path, STORE, {"io": "direct"}))
 
 
-def test_a_missing_library_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "plyvel", None)
-    monkeypatch.delitem(sys.modules, "kvstore.backends.leveldb", raising=False)
-    with pytest.raises(EngineError, match=r"pip install 'kvstore\[leveldb\]'"):
-        engine_class("leveldb")
+@pytest.mark.parametrize(("name", "library"), [("leveldb", "plyvel"), ("rocksdb", "rocksdict")])
+def test_a_missing_library_says_how_to_get_it(
+    name: str, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.delitem(sys.modules, f"kvstore.backends.{name}", raising=False)
+    with pytest.raises(EngineError, match=rf"pip install 'kvstore\[{name}\]'"):
+        engine_class(name)
 
 
 # -- room ----------------------------------------------------------------------------------------
@@ -253,7 +262,7 @@ def _write(name: str, directory: Path, first: int, held: list[int], told: Connec
 
 
 def _killed(name: str, directory: Path, first: int, held: set[int]) -> tuple[int, set[int]]:
-    """Let a process write 14 MiB more and kill it; return what it began last and what it holds."""
+    """Let a process write more and kill it; return what it began last and what it holds."""
     here, there = _FRESH.Pipe(duplex=False)
     process = _FRESH.Process(target=_write, args=(name, directory, first, sorted(held), there))
     process.start()
@@ -267,7 +276,7 @@ def _killed(name: str, directory: Path, first: int, held: set[int]) -> tuple[int
             elif what == "put":
                 held |= set(range(number, number + 4))
                 puts += 1
-                if puts == 4:
+                if puts == PUTS:
                     process.kill()
             else:
                 held.discard(number)
@@ -435,15 +444,16 @@ def test_lmdb_refuses_every_spoilt_page_of_its_trees(lmdb_file: Path) -> None:
     assert refused >= 4
 
 
-def test_leveldb_notices_what_was_cut_off_after_a_clean_stop(tmp_path: Path) -> None:
-    engine = made("leveldb", tmp_path)
+@pytest.mark.parametrize("name", ["leveldb", "rocksdb"])
+def test_what_was_cut_off_after_a_clean_stop_is_noticed(name: str, tmp_path: Path) -> None:
+    engine = made(name, tmp_path)
     engine.create()
     engine.open()
     put(engine, make_blocks([key_of(n) for n in range(9)], 100_000))
     engine.close()
-    note = tmp_path / "leveldb" / "sizes.json"
+    note = tmp_path / name / "sizes.json"
     assert any(name.startswith("MANIFEST") for name in json.loads(note.read_text()))
-    for path in (tmp_path / "leveldb").iterdir():
+    for path in (tmp_path / name).iterdir():
         if path != note and path.stat().st_size:
             good = path.read_bytes()
             os.truncate(path, len(good) - 1)

@@ -9,7 +9,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -181,6 +181,36 @@ def test_fields_that_make_no_sense_are_damage(
     change: dict[str, object], word: str, store: Path
 ) -> None:
     (store / "STORE.json").write_text(json.dumps(document() | change))
+    assert_damaged(store, word)
+
+
+PREVIOUS = layout.Previous("lmdb", {"x": 1}, "blocks-lmdb", 1, 5, 1 << 40, 4096)
+
+
+def test_what_an_earlier_engine_left_is_kept(store: Path) -> None:
+    layout.write(store, replace(RECORD, previous=PREVIOUS))
+    assert layout.read(store) == replace(RECORD, previous=PREVIOUS)
+    layout.write(store, replace(layout.read(store), previous=None))
+    assert "previous" not in json.loads((store / "STORE.json").read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("previous", "word"),
+    [
+        ([], "previous"),
+        ({**asdict(PREVIOUS), "blocks": "blocks"}, "directory of the blocks"),
+        ({**asdict(PREVIOUS), "blocks": "../elsewhere"}, "blocks"),
+        ({**asdict(PREVIOUS), "engine_options": 1}, "engine_options"),
+        ({**asdict(PREVIOUS), "epoch": -1}, "epoch"),
+        ({**asdict(PREVIOUS), "copied": "1"}, "copied"),
+        ({**asdict(PREVIOUS), "generation": None}, "generation"),
+        ({**asdict(PREVIOUS), "bytes": -1}, "bytes"),
+    ],
+)
+def test_a_former_engine_that_makes_no_sense_is_damage(
+    previous: object, word: str, store: Path
+) -> None:
+    (store / "STORE.json").write_text(json.dumps(document() | {"previous": previous}))
     assert_damaged(store, word)
 
 

@@ -528,7 +528,7 @@ def test_a_directory_that_is_not_ours_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_engine_is_refused_by_name(path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"filesystem, not memory.*no command converts"):
+    with pytest.raises(ConfigError, match=r"filesystem, not memory.*kvstore migrate --to memory"):
         Opening(path, options(engine="memory")).lock()
 
 

@@ -220,6 +220,20 @@ def _root_logger() -> object:
     root.setLevel(level)
 
 
+def test_progress_tells_how_long_it_will_take(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter([0.0, 10.0, 10.0, 25.0, 25.0])
+    monkeypatch.setattr("kvstore.render.time.monotonic", lambda: next(now))
+    with Output().progress(1000, "block") as progress:
+        progress.add(100)
+        progress.add(900)
+    assert capsys.readouterr().err.splitlines() == [
+        "100 blocks of 1,000 blocks, about 90 s left",
+        "1,000 blocks of 1,000 blocks",
+    ]
+
+
 @pytest.mark.usefixtures("_root_logger")
 def test_log_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()

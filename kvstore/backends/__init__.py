@@ -17,6 +17,7 @@ BUILT_IN = {
     "lmdb": "kvstore.backends.lmdb:LmdbEngine",
     "leveldb": "kvstore.backends.leveldb:LeveldbEngine",
     "sqlite": "kvstore.backends.sqlite:SqliteEngine",
+    "rocksdb": "kvstore.backends.rocksdb:RocksdbEngine",
 }
 ALIASES = {"mmap": "superblock"}
 """Names that stand for an engine with ``io`` of that name."""

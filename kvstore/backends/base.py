@@ -412,6 +412,16 @@ class Engine(ABC):
         """Return where each record lies, for people: a path below the engine's directory."""
         return [f"place {place}" for place in blocks.places.tolist()]
 
+    def put_right(self, finding: Finding, target: Path) -> str:
+        """Repair what ``scan`` or ``check`` found, without losing a byte; offline, nobody else has
+        the engine open.
+
+        What has no place in the engine moves to ``target``, a name in an existing directory, which
+        has it durably before the engine lets go of it. Returns what was done: ``moved`` there,
+        ``mended`` where it was, or "" for nothing. Raises OSError, EngineError.
+        """
+        return ""
+
     @abstractmethod
     def flush(self) -> None:
         """Make everything that ``put_many`` and ``delete_many`` returned survive power loss.

@@ -42,6 +42,7 @@ from kvstore.backends.directio import (
     read_status,
 )
 from kvstore.backends.filetree import MAX_FANOUT, TEMPORARY, Entry, Folders, Survey, Tree
+from kvstore.backends.misnamed import rename_right
 from kvstore.backends.publish import Put, Spool, Syncs, Workshop
 from kvstore.errors import (
     ConfigError,
@@ -49,13 +50,18 @@ from kvstore.errors import (
     EngineError,
     KVStoreError,
 )
+from kvstore.files import move_away
 from kvstore.record import HEADER_PAGE, Header, decode, image_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from kvstore.backends.base import Blocks
     from kvstore.backends.raw import Salvage
+
+
+_MISNAMED = ("wrong-name", "misplaced", "foreign")
 
 
 class FilesystemEngine(base.Engine):
@@ -200,6 +206,19 @@ class FilesystemEngine(base.Engine):
                     else:
                         batch.add(item)
                 yield batch.take()
+
+    def put_right(self, finding: Finding, target: Path) -> str:
+        """Give whole records their own names; what is none, or has no place, moves away."""
+        self._open_shop(writing=True)
+        path = self.context.directory / finding.path
+        if finding.kind == "unreadable":
+            return ""
+        if finding.kind in _MISNAMED:
+            inside = list(path.rglob("*")) if path.is_dir() and not path.is_symlink() else [path]
+            done = [rename_right(self._tree, self.context, one) for one in inside]
+            if done == [True]:
+                return "mended"
+        return "moved" if move_away(path, target) else ""
 
     def flush(self) -> None:
         shop = self._open_shop()

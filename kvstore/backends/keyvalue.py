@@ -37,19 +37,21 @@ from kvstore.errors import (
     CorruptBlock,
     EngineError,
 )
-from kvstore.files import sync_directory
+from kvstore.files import sync_directory, write_new
 from kvstore.killpoints import reach
 from kvstore.record import HEADER_PAGE, claimed_header_length, decode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
 
     from typing_extensions import Buffer
 
     from kvstore.backends.base import Blocks
     from kvstore.record import Header
 
-    Get = Callable[[bytes], Buffer | None]
+    Value = bytes | memoryview
+    Get = Callable[[bytes], Value | None]
     Pair = tuple[bytes, Buffer]
 
 log = logging.getLogger(__name__)
@@ -58,6 +60,7 @@ PIECE_BYTES = 63 * HEADER_PAGE
 """Payload in one piece: with header and number it fills 64 pages at most."""
 HEADERS, PIECES = b"h", b"b"
 _NUMBER = struct.Struct("<I")
+_NOTHING = np.zeros(0, np.uint8)
 
 
 class LibraryError(EngineError):
@@ -298,6 +301,21 @@ class KeyValueEngine(base.Engine):
     def where(self, blocks: Blocks) -> list[str]:
         return [f"{self.name} {(HEADERS + name).hex()}" for name in _names(blocks)]
 
+    def put_right(self, finding: Finding, target: Path) -> str:
+        """Move an entry that is no header of a record; the record may be whole all the same."""
+        self.require_open(writing=True)
+        _, _, name = finding.path.partition(" ")
+        if not name:
+            return ""
+        key = bytes.fromhex(name)
+        with self.reading() as get:
+            value = get(key)
+            if value is None:
+                return ""
+            write_new(target, [memoryview(value)])
+        self._remove([key])
+        return "moved"
+
     def notes(self) -> tuple[str, ...]:
         """Return sentences for ``status``."""
         return (self._failed,) if self._failed else ()
@@ -354,31 +372,33 @@ def _fill(image: memoryview, length: int, name: bytes, get: Get) -> int | None:
     value = get(_piece(name, 0))
     if value is None:
         return None
-    header = memoryview(value)[: claimed_header_length(value)]
-    if not header:
+    start = claimed_header_length(value)
+    if not start:
         return 0
-    image[: len(header)] = header
-    np.frombuffer(image, np.uint8)[len(header) : HEADER_PAGE] = 0
-    payload, at = image[HEADER_PAGE:], 0
-    for number in range(-(-length // PIECE_BYTES)):
-        part = _part(get(_piece(name, number)) if number else value, number)
-        part = part[: length - at]
-        _copy(part, payload[at : at + len(part)])
-        at += len(part)
-        if at < min((number + 1) * PIECE_BYTES, length):
+    target = np.frombuffer(image, np.uint8)
+    target[:start] = np.frombuffer(value, np.uint8, start)
+    target[start:HEADER_PAGE] = 0
+    payload = target[HEADER_PAGE:]
+    for number, at in enumerate(range(0, length, PIECE_BYTES)):
+        if number:
+            value = get(_piece(name, number))
+        size = min(PIECE_BYTES, length - at)
+        part = _part(value, number, start)[:size]
+        if len(part) < size:
             return HEADER_PAGE + at
-    np.frombuffer(payload, np.uint8)[length:] = 0
+        # Unlike an assignment of slices of memory views this lets other threads run.
+        np.copyto(payload[at : at + size], part)
+    payload[length:] = 0
     return len(image)
 
 
-def _part(value: Buffer | None, number: int) -> memoryview:
+def _part(value: Value | None, number: int, header_bytes: int) -> base.U8:
     """Return the payload in a piece, nothing of one that is not what it should be."""
-    view = memoryview(b"" if value is None else value)
-    start = claimed_header_length(view)
-    if not start or len(view) < start + _NUMBER.size:
-        return view[:0]
-    same = _NUMBER.unpack_from(view, start)[0] == number
-    return view[start + _NUMBER.size :][: PIECE_BYTES if same else 0]
+    start = header_bytes + _NUMBER.size
+    if value is None or len(value) < start:
+        return _NOTHING
+    same = _NUMBER.unpack_from(value, header_bytes)[0] == number
+    return np.frombuffer(value, np.uint8, offset=start) if same else _NOTHING
 
 
 def _copy(source: memoryview, target: memoryview) -> None:

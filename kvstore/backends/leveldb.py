@@ -12,10 +12,15 @@ Deleted records take room until the files that hold them are merged. Their names
 generations, so what leaves lies together, and once a sixteenth of the capacity has left, that range
 is merged, in a thread of its own.
 
-Reads verify the sums of LevelDB, so that what is damaged costs its own blocks. ``paranoid_checks``
-is off: with it one flipped bit ends all merging, and a bad record of the log keeps all closed.
+Reads verify the sums of LevelDB first; where these are wrong, the envelope alone judges.
+``paranoid_checks`` is off: with it one flipped bit ends all merging, and a bad record of the log
+keeps all closed.
 A log or manifest that was cut off looks to LevelDB like an older state, so ``sizes.json`` tells
 whether anything is short.
+
+LevelDB cannot open a database without writing. For a reader it is therefore opened in a folder of
+links to its files, which takes what LevelDB writes and is removed afterwards: it never changes a
+file that it finds.
 
 LevelDB cannot be contained: it maps the first thousand of its files, so a page of them that the
 disk cannot read, or a file that is cut off while it is open, ends the process.
@@ -24,7 +29,11 @@ disk cannot read, or a file that is cut off while it is open, ends the process.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+import itertools
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import plyvel
 
@@ -35,15 +44,21 @@ from kvstore.backends.merged import MergedEngine
 from kvstore.errors import CorruptStore, EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kvstore.backends.keyvalue import Get, Pair
     from kvstore.backends.raw import Salvage
+
+T = TypeVar("T")
+
+Entry = tuple[bytes, bytes]
 
 CACHE_BYTES = 8 << 20
 BLOCK_BYTES = 512
 """LevelDB sums what it packs together: so little, and a piece shares its sum with no other."""
 _NOWHERE = b"\xff"
+_ITS_OWN = ("LOCK", "LOG", "LOG.old")
+"""Files that LevelDB opens for writing as they are."""
 
 
 class LeveldbEngine(MergedEngine):
@@ -64,6 +79,7 @@ class LeveldbEngine(MergedEngine):
     def __init__(self, context: base.EngineContext) -> None:
         super().__init__(context)
         self._db: plyvel.DB | None = None
+        self._mirror: Path | None = None
 
     def make_table(self) -> None:
         with _edge("making"):
@@ -72,16 +88,32 @@ class LeveldbEngine(MergedEngine):
     def open_table(self) -> None:
         self.sizes.check()
         try:
+            if self.context.read_only:
+                self._mirror = self._make_mirror()
             self._db = self._database(create=False)
         except plyvel.IOError as error:
             raise EngineError(f"{self.folder} cannot be opened: {error}") from error
         except plyvel.Error as error:
             hint = "run kvstore recover: it copies every block that is whole"
             raise CorruptStore(f"{self.folder} cannot be opened: {error}", hint) from error
-        self.sizes.forget()
+        if self._mirror is None:
+            self.sizes.forget()
+
+    def _make_mirror(self) -> Path:
+        mirror = Path(tempfile.mkdtemp(prefix="kvstore-leveldb-"))
+        for entry in self.folder.iterdir():
+            if entry.name not in _ITS_OWN:
+                (mirror / entry.name).symlink_to(entry.absolute())
+        return mirror
 
     def close_table(self) -> None:
         self.merging.stop()
+        if self._mirror is not None:
+            if self._db is not None:
+                self._db.close()
+                self._db = None
+            shutil.rmtree(self._mirror, ignore_errors=True)
+            self._mirror = None
         if self._db is not None:
             # Nothing lies there to be merged, but what the log holds goes into files.
             self.merge(_NOWHERE, _NOWHERE + b"\0")
@@ -91,8 +123,8 @@ class LeveldbEngine(MergedEngine):
 
     def _database(self, *, create: bool) -> plyvel.DB:
         return plyvel.DB(
-            str(self.folder), create_if_missing=create, error_if_exists=create, compression=None,
-            write_buffer_size=self.buffer_bytes, max_file_size=self.buffer_bytes,
+            str(self._mirror or self.folder), create_if_missing=create, error_if_exists=create,
+            compression=None, write_buffer_size=self.buffer_bytes, max_file_size=self.buffer_bytes,
             block_size=BLOCK_BYTES, lru_cache_size=CACHE_BYTES, paranoid_checks=False,
         )  # fmt: skip
 
@@ -125,24 +157,22 @@ class LeveldbEngine(MergedEngine):
 
             def get(key: bytes) -> bytes | None:
                 with _edge("reading"):
-                    value: bytes | None = snapshot.get(key, verify_checksums=True, fill_cache=False)
+                    value: bytes | None = _unless_corrupt(
+                        lambda verify: snapshot.get(key, verify_checksums=verify, fill_cache=False)
+                    )
                     return value
 
             yield get
 
     def after(self, key: bytes, stop: bytes, count: int) -> list[tuple[bytes, bytes]]:
-        found: list[tuple[bytes, bytes]] = []
-        with (
-            _edge("scanning"),
-            self._open_db().iterator(
-                start=key, stop=stop, include_start=False, verify_checksums=True, fill_cache=False
-            ) as entries,
-        ):
-            for name, value in entries:
-                found.append((name, value))
-                if len(found) == count:
-                    break
-        return found
+        with _edge("scanning"):
+            return _unless_corrupt(lambda verify: self._after(key, stop, count, verify))
+
+    def _after(self, key: bytes, stop: bytes, count: int, verify: bool) -> list[Entry]:
+        with self._open_db().iterator(
+            start=key, stop=stop, include_start=False, verify_checksums=verify, fill_cache=False
+        ) as entries:
+            return list(itertools.islice(entries, count))
 
     def sync(self) -> None:
         # A synced write covers its own log only, and LevelDB never syncs one that it leaves. So all
@@ -150,6 +180,15 @@ class LeveldbEngine(MergedEngine):
         self.merge(_NOWHERE, _NOWHERE + b"\0")
         with _edge("syncing"), self._open_db().write_batch(transaction=True, sync=True) as batch:
             batch.delete(_NOWHERE)
+
+
+def _unless_corrupt(read: Callable[[bool], T]) -> T:
+    """Read with the sums of LevelDB verified, or without where they are wrong: what is there then
+    is for the envelope to judge, and damage costs one record instead of all around it."""
+    try:
+        return read(True)
+    except plyvel.CorruptionError:
+        return read(False)
 
 
 @contextlib.contextmanager

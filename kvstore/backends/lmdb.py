@@ -99,10 +99,11 @@ class LmdbEngine(KeyValueEngine):
             self._env = None
 
     def _environment(self, *, create: bool) -> lmdb.Environment:
+        # Readers write into lock.mdb; the lock of the store keeps writers away from ours.
         return lmdb.open(
             str(self.folder), map_size=self._map_bytes(), create=create, mode=0o600,
-            readonly=self.context.read_only, metasync=False, readahead=True,
-            max_readers=MOST_READERS, max_spare_txns=SPARE_TRANSACTIONS,
+            readonly=self.context.read_only, lock=not self.context.read_only, metasync=False,
+            readahead=True, max_readers=MOST_READERS, max_spare_txns=SPARE_TRANSACTIONS,
         )  # fmt: skip
 
     def _map_bytes(self) -> int:
@@ -173,8 +174,10 @@ class LmdbEngine(KeyValueEngine):
         with _edge("reading"), self._open_env().begin(buffers=True) as transaction:
 
             def get(key: bytes) -> memoryview | None:
-                with _edge("reading"):
+                try:
                     return transaction.get(key)
+                except lmdb.Error as error:
+                    raise _translated("reading", error) from error
 
             yield get
 
@@ -216,9 +219,13 @@ def _edge(doing: str, *, broken: bool = False) -> Iterator[None]:
     """Translate LMDB's errors. ``broken``: one that is not about room leaves writes in doubt."""
     try:
         yield
-    except (lmdb.MapFullError, lmdb.DiskError) as error:
-        raise LibraryError(f"{doing} failed: {error}", Status.FULL) from error
-    except (lmdb.CorruptedError, lmdb.PageNotFoundError) as error:
-        raise LibraryError(f"{doing} failed: {error}", Status.DAMAGED, broken=broken) from error
     except lmdb.Error as error:
-        raise LibraryError(f"{doing} failed: {error}", broken=broken) from error
+        raise _translated(doing, error, broken=broken) from error
+
+
+def _translated(doing: str, error: lmdb.Error, *, broken: bool = False) -> LibraryError:
+    message = f"{doing} failed: {error}"
+    if isinstance(error, (lmdb.MapFullError, lmdb.DiskError)):
+        return LibraryError(message, Status.FULL)
+    damaged = isinstance(error, (lmdb.CorruptedError, lmdb.PageNotFoundError))
+    return LibraryError(message, Status.DAMAGED if damaged else Status.FAILED, broken=broken)

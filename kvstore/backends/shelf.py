@@ -60,6 +60,8 @@ class Shelf:
         self.descriptors: dict[int, int] = {}
         self.broken: dict[int, str] = {}
         """Why a file that is there cannot be used, by number."""
+        self.doubtful: set[int] = set()
+        """Files of which not both copies of the header were good."""
         self.failed = ""
         self.growing = threading.Lock()
         self._store = context.store_uuid
@@ -81,6 +83,8 @@ class Shelf:
             with ThreadPoolExecutor(OPENERS, "open") as pool:
                 for shape, agreed in filter(None, pool.map(self._look_at, numbers)):
                     self._take_shape(shape, write=not agreed)
+                    if not agreed:
+                        self.doubtful.add(shape.number)
             for number, reason in sorted(self.broken.items()):
                 log.warning("%s/%s is not used: %s", FOLDER, name_of(number), reason)
             if not self._read_only:
@@ -379,6 +383,10 @@ class Shelf:
         found += [
             Finding("missing-superblock", f"{FOLDER}/{name_of(number)}", "it was removed")
             for number in self._removed()
+        ]
+        found += [
+            Finding("bad-copy", f"{FOLDER}/{name_of(number)}", "a copy of its header is not good")
+            for number in sorted(self.doubtful)
         ]
         for number, descriptor in sorted(self.descriptors.items()):
             if os.fstat(descriptor).st_size < self.file_bytes:

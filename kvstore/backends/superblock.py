@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, ClassVar
@@ -46,11 +47,13 @@ from kvstore.errors import (
     ConfigError,
     EngineError,
 )
+from kvstore.files import move_away, write_new
 from kvstore.killpoints import reach
 from kvstore.record import HEADER_PAGE, image_bytes, image_bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from kvstore.backends.base import U32, U64, Blocks
     from kvstore.backends.raw import Salvage
@@ -356,6 +359,27 @@ class SuperblockEngine(base.Engine):
         shelf, sizes = self._open_shelf(), image_bytes_of(lengths)
         shelf.mend(places, sizes)
         shelf.ledger.claim(places, sizes, generations, complete=complete)
+
+    def put_right(self, finding: base.Finding, target: Path) -> str:
+        """Copy a slot that holds no valid record, then write a tombstone there. What else is wrong
+        with a file the opening has mended."""
+        shelf = self._open_shelf(writing=True)
+        if finding.kind in ("short", "bad-copy"):
+            return "mended"
+        if finding.kind in ("foreign", "bad-superblock"):
+            moved = move_away(self.context.directory / finding.path, target)
+            return "moved" if moved else ""
+        name, _, slot = finding.path.removeprefix(f"{FOLDER}/").partition(" slot ")
+        if not slot:
+            return ""
+        place = int(name[:8], 16) << 32 | int(slot)
+        (number,), (offset,) = shelf.ledger.locate(np.array([place], np.uint64))
+        image = memoryview(mmap.mmap(-1, shelf.shapes[number].slot_bytes))
+        filled = shelf.files.read(shelf.descriptors[number], image, self._bytes, offset)
+        write_new(target, [image[:filled]])
+        shelf.files.write(shelf.descriptors[number], superfile.tombstone_page(), offset)
+        shelf.note_written([number])
+        return "moved"
 
     # -- the rest ---------------------------------------------------------------------------------
 

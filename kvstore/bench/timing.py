@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 
 @dataclass
@@ -38,6 +38,16 @@ class Row:
             "client_cpu_seconds": statistics.median(self.client_cpu),
             "daemon_cpu_seconds": statistics.median(self.daemon_cpu) if self.daemon_cpu else None,
         }
+
+
+def joined(name: str, rows: Iterable[Row]) -> Row:
+    """Return one row with the times of all."""
+    found = list(rows)
+    return Row(
+        name,
+        [seconds for row in found for seconds in row.seconds],
+        [seconds for row in found for seconds in row.client_cpu],
+    )
 
 
 class Clock:

@@ -44,6 +44,8 @@ ONLINE = (1, 2, 12, 13, INTERRUPTED, READER_GONE)
 """Exit codes that every command which talks to the daemon may end with."""
 
 CLIENT_TIMEOUT = 30.0
+OFFLINE = ("kvstore.lookup", "kvstore.mend", "kvstore.summary", "tqdm")
+"""What commands import that work on a store by themselves."""
 
 
 class ReaderGone(Exception):
@@ -256,14 +258,23 @@ def store_option(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def become_owner(path: Path) -> None:
-    """As root, take on the store's owner before touching it: whoever owns it may plant links."""
+    """As root, take on the store's owner before touching it: whoever owns it may plant links.
+
+    Where the owner cannot reach our Python (one below /root, say) all that may be needed is loaded
+    first, and being root is put aside, for nothing but starting children: they do the same.
+    """
     if os.geteuid() != 0:
         return
+    from kvstore import isolate
+
     try:
         owner = path.stat()
     except OSError:
         return
     if owner.st_uid:
+        apart = not isolate.reachable(owner.st_uid, owner.st_gid)
+        if apart:
+            isolate.load(*OFFLINE)
         os.setgroups([])
         os.setresgid(owner.st_gid, owner.st_gid, owner.st_gid)
-        os.setresuid(owner.st_uid, owner.st_uid, owner.st_uid)
+        os.setresuid(owner.st_uid, owner.st_uid, 0 if apart else owner.st_uid)

@@ -24,7 +24,7 @@ DIGITS = re.compile("[0-9a-fA-F]+", re.ASCII)
 TREE_LINES = 1000
 SHARED_FIELDS = (
     *("store", "uuid", "format", "engine", "capacity_bytes", "created", "opens", "blocks"),
-    *("ghosts", "live_bytes", "used_bytes", "journal_bytes", "quarantine_bytes"),
+    *("ghosts", "live_bytes", "used_bytes", "journal_bytes", "quarantine_bytes", "kept_bytes"),
 )
 """Fields of a summary that the status has too."""
 
@@ -241,6 +241,7 @@ def _summary_lines(document: Mapping[str, Any]) -> Iterator[str]:
             ("on disk", f"{used} of {capacity}"),
             ("journal", render.size(document["journal_bytes"])),
             ("quarantine", render.size(document["quarantine_bytes"])),
+            ("left by migrate", render.size(document["kept_bytes"])),
         ]
     )
 

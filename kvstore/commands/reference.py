@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvstore import findings
 from kvstore.commands import documents
 from kvstore.commands.frame import Help
 from kvstore.commands.tree import kvstore
@@ -106,6 +107,13 @@ def _table(fields: documents.Fields) -> str:
     return "\n".join(["| field | kind | meaning |", "|---|---|---|", *rows])
 
 
+def fsck_page() -> str:
+    """Return docs/fsck.md, of which the table at the end is made."""
+    head, mark, _ = (DOCS / "fsck.md").read_text().partition("## Findings\n")
+    text = "An id never changes its meaning. This table is made from `kvstore/findings.py`."
+    return f"{head}{mark}\n{text}\n\n" + "\n".join(findings.table()) + "\n"
+
+
 def metrics_page() -> str:
     """Return docs/metrics.md."""
     from kvstore.exposition import METRICS, OTHERS
@@ -118,7 +126,7 @@ def metrics_page() -> str:
     return f"{METRICS_HEAD}\n\n" + "\n".join(table) + "\n"
 
 
-PAGES = {"cli.md": cli_page, "json.md": json_page, "metrics.md": metrics_page}
+PAGES = {"cli.md": cli_page, "json.md": json_page, "metrics.md": metrics_page, "fsck.md": fsck_page}
 
 
 def write() -> None:
