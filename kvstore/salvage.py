@@ -260,15 +260,19 @@ def _guess_record(
         engine=engine,
         engine_options=salvage.options(),
         blocks=folder,
-        capacity_bytes=max(base.capacity_bytes, MIN_CAPACITY),
         epoch=max(base.epoch, _epoch(path / folder, uuid)),
     )
 
 
-def _raise_opens(found: StoreRecord, raws: list[Raw]) -> StoreRecord:
-    """Return it with ``opens`` as high as the records say, so that no number comes twice."""
+def _corrected(found: StoreRecord, raws: list[Raw]) -> StoreRecord:
+    """Return it with ``opens`` as high as the records say, so that no number comes twice, and a
+    capacity with which a store opens."""
     mine = (raw.header.generation >> 32 for raw in raws if raw.header.store == found.uuid)
-    return replace(found, opens=max((found.opens, *(n for n in mine if n < layout.MAX_OPENS))))
+    return replace(
+        found,
+        opens=max((found.opens, *(number for number in mine if number < layout.MAX_OPENS))),
+        capacity_bytes=max(found.capacity_bytes, MIN_CAPACITY),
+    )
 
 
 def _epoch(folder: Path, uuid: bytes) -> int:
@@ -308,7 +312,7 @@ def survey(path: Path, *, engine: str | None = None, seen: Seen | None = None) -
             known = None
         found = known or _guess_record(path, salvage, folder, name, raws, read)
         history = History(path / folder, found.uuid, found.epoch, known.opens if known else None)
-        found = _raise_opens(found, raws)
+        found = _corrected(found, raws)
         result = Survey(path, found, known is not None, salvage, history)
         _judge(result, raws, remains)
         yield result

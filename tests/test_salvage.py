@@ -15,6 +15,7 @@ from kvstore import layout, salvage
 from kvstore.backends import engine_class
 from kvstore.backends.base import EngineContext
 from kvstore.backends.raw import Extents, Raw, RawFiles, Search
+from kvstore.errors import FormatUnsupported
 from kvstore.keys import key_array
 from kvstore.record import Header, encode, payload_checksum
 from tests.damage import copies, manifest
@@ -156,6 +157,31 @@ def test_a_store_without_its_marker_is_known_by_its_files(
     assert after.epoch > before.epoch or lost == "with the journal"
     assert after.opens >= before.opens
     assert look(path).there == ALL
+
+
+@pytest.mark.parametrize("engine", ["filesystem", "superblock", "lmdb"])
+def test_a_marker_with_a_wrong_field_is_not_believed(
+    tmp_path: Path, ruins: Copies, engine: str
+) -> None:
+    """STORE.json has no checksum, so any byte of it may have become another."""
+    path = ruins.copy(engine, tmp_path / "store")
+    good = layout.read(path)
+    data = (path / "STORE.json").read_bytes()
+    for offset in range(0, len(data), 1 if LONG else 11):
+        spoiled = bytearray(data)
+        spoiled[offset] ^= 1 << offset % 7
+        (path / "STORE.json").write_bytes(spoiled)
+        try:
+            with salvage.survey(path) as survey:
+                found = survey.record
+        except FormatUnsupported:
+            continue
+        told = bytes(spoiled[max(0, offset - 20) : offset + 20])
+        assert len(survey.kept) == len(ALL), told
+        assert (found.uuid, found.engine) == (good.uuid, good.engine), told
+        assert found.blocks == good.blocks, told
+        assert found.engine_options.keys() == good.engine_options.keys(), told
+        assert found.opens >= good.opens or survey.history.complete is False, told
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -420,6 +446,7 @@ def _hit(raw: Raw, files: RawFiles, place: str, start: int, stop: int) -> bool:
     )
 
 
+@pytest.mark.timeout(7200 if LONG else 300)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_any_damage_costs_what_it_hit_and_nothing_else(
     tmp_path: Path, ruins: Copies, engine: str
@@ -434,6 +461,11 @@ def test_any_damage_costs_what_it_hit_and_nothing_else(
         try:
             survey = recover(path, new if generator.random() < 0.5 else None)
             back = look(new if new.exists() else path)
+        except FormatUnsupported:
+            # One flipped digit of "format": nobody can know what a newer one means.
+            assert place == "../STORE.json", told
+            shutil.rmtree(path)
+            continue
         except BaseException as error:
             raise AssertionError(told) from error
         safe = {n for n, raw in extents.items() if not _hit(raw, files, place, start, stop)}

@@ -35,10 +35,14 @@ class FilesystemSalvage(Salvage):
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
         fanout = context.options.get("fanout")
-        self._tree = Tree(fanout if isinstance(fanout, int) else self._guess_fanout())
+        good = isinstance(fanout, int) and 1 <= fanout <= MAX_FANOUT
+        self._tree = Tree(fanout if good else self._guess_fanout())  # type: ignore[arg-type]
 
     def options(self) -> Mapping[str, object]:
         return {"fanout": self._tree.fanout}
+
+    def agrees(self) -> bool:
+        return dict(self.context.options) == self.options()
 
     def _guess_fanout(self) -> int:
         """Return the fan-out that names the directories in which most files lie."""

@@ -204,8 +204,8 @@ class Salvage(ABC):
         return {}
 
     def agrees(self) -> bool:
-        """Tell whether the files are as the options of the context say."""
-        return True
+        """Tell whether the options of the context are such as the files show."""
+        return self.context.options.keys() == self.options().keys()
 
     def buried(self, header: Header) -> bool:
         """Tell whether the files say that this version was deleted."""

@@ -42,13 +42,18 @@ _NAME = re.compile(rf"{FOLDER}/([0-9a-f]{{8}})\.sb")
 _NOTHING = (TOMBSTONE, bytes(4))
 
 
+def _may_be(size: int) -> bool:
+    return size % HEADER_PAGE == 0 and 4 * HEADER_PAGE <= size <= 512 << 20
+
+
 class SuperblockSalvage(Salvage):
     in_place: ClassVar[bool] = True
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
-        wanted = context.options.get("superblock_bytes")
-        self._bytes = wanted if isinstance(wanted, int) else self._guess_bytes()
+        wanted, told = context.options.get("superblock_bytes"), self._told_bytes()
+        believed = isinstance(wanted, int) and _may_be(wanted) and (not told or wanted in told)
+        self._bytes = int(wanted) if believed else self._guess_bytes(told)  # type: ignore[call-overload]
         self._slots = Ledger(1, self._bytes - 2 * HEADER_PAGE)
         self._graves = self._read_graves()
 
@@ -56,7 +61,7 @@ class SuperblockSalvage(Salvage):
         return {"superblock_bytes": self._bytes}
 
     def agrees(self) -> bool:
-        return not self._mine() or self._guess_bytes() == self._bytes
+        return not self._mine() or dict(self.context.options) == self.options()
 
     def _mine(self) -> list[int]:
         return [
@@ -67,14 +72,14 @@ class SuperblockSalvage(Salvage):
             and path != f"{FOLDER}/{GRAVES}"
         ]
 
-    def _guess_bytes(self) -> int:
+    def _told_bytes(self) -> Counter[int]:
+        """Count the lengths of super-blocks that headers give."""
+        shapes = (self._header_at(file, 0) for file in self._mine())
+        return Counter(one.file_bytes for one in shapes if one and _may_be(one.file_bytes))
+
+    def _guess_bytes(self, told: Counter[int]) -> int:
         """Return the length of super-blocks that most headers give, else most files have."""
-        sizes: Counter[int] = Counter()
-        for file in self._mine():
-            shape = self._header_at(file, 0)
-            size = shape.file_bytes if shape else self.files.sizes[file]
-            if size % HEADER_PAGE == 0 and 4 * HEADER_PAGE <= size <= 512 << 20:
-                sizes[size] += 2 if shape else 1
+        sizes = told or Counter(filter(_may_be, (self.files.sizes[file] for file in self._mine())))
         return sizes.most_common(1)[0][0] if sizes else 264 << 20
 
     def _read_graves(self) -> Mapping[int, int]:
