@@ -125,7 +125,7 @@ is ``cut-file``."""
 
 
 def id_of(kind: str) -> str:
-    """Return the id for what an engine found; foreign engines may have kinds of their own."""
+    """Return the id for what an engine found; one from elsewhere may have kinds of its own."""
     return OF_ENGINES.get(kind, "foreign")
 
 
