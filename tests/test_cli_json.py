@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 
 from kvstore import config
-from kvstore.commands import documents, reference
-from kvstore.commands.documents import DOCUMENTS, ERROR, LINES, RECOVERING, unlike
+from kvstore.commands import reference, shapes
+from kvstore.commands.documents import DOCUMENTS, ERROR, LINES, RECOVERING
+from kvstore.commands.shapes import unlike
 from kvstore.commands.tree import kvstore
 from kvstore.commands.watch import percentile, rates
 from tests.command import COMMAND, Daemon, Ran, run_command
@@ -184,7 +185,7 @@ def test_differences_are_found() -> None:
         assert unlike({**right, "absent": wrong}, DOCUMENTS["delete"])
     assert unlike({"blocks": [{"shard": 0}], "count": 1}, DOCUMENTS["list"])
     assert unlike({"contains": {"00": 1}, "present": 1}, DOCUMENTS["contains"])
-    assert documents.faults("xyz", "hex")
+    assert shapes.faults("xyz", "hex")
 
 
 # -- rules that commands share --------------------------------------------------------------------

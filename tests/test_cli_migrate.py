@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from kvstore import layout
-from kvstore.commands.documents import DOCUMENTS, unlike
+from kvstore.commands.documents import DOCUMENTS
+from kvstore.commands.shapes import unlike
 from kvstore.commands.tree import run
 from tests.command import COMMAND, Daemon, Ran, run_command
 from tests.migrating import Local, block, key

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from kvstore import findings, fsck, isolate, mend, opening
-from kvstore.commands.documents import LINES, unlike
+from kvstore.commands.documents import LINES
+from kvstore.commands.shapes import unlike
 from kvstore.errors import CorruptStore, EngineHung
 from kvstore.fsck import PAYLOADS, Check, Options
 from kvstore.isolate import Array, Child, Document

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.commands.documents import LINES, unlike
+from kvstore.commands.documents import LINES
+from kvstore.commands.shapes import unlike
 from kvstore.errors import ConfigError, NotFound, UsageError
 from kvstore.importers import IMPORTERS, check, importer_class
 from kvstore.importers.base import Entry, Listing

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from kvstore import layout
-from kvstore.commands.documents import DOCUMENTS, unlike
+from kvstore.commands.documents import DOCUMENTS
+from kvstore.commands.shapes import unlike
 from kvstore.lock import Lock
 from tests import ruins as lib
 from tests.command import COMMAND, Daemon, run_command

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.client import Client
-from kvstore.commands.documents import LINES, unlike
+from kvstore.commands.documents import LINES
+from kvstore.commands.shapes import unlike
 from tests.command import Daemon
 from tests.damage import assert_nothing_is_held, copies, file_of, flip
 from tests.stores import MIB, Local, block, key

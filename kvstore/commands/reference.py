@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvstore import findings
-from kvstore.commands import documents
+from kvstore.commands import documents, shapes
 from kvstore.commands.frame import Help
 from kvstore.commands.tree import kvstore
 
@@ -93,16 +93,16 @@ def json_page() -> str:
         for fields in kinds:
             parts += [f"A line of type `{fields['type'][1]}`:", _table(fields)]
     parts.append("## Shapes")
-    for name, fields in documents.SHAPES.items():
+    for name, fields in shapes.SHAPES.items():
         parts += [f"### {name}", _table(fields)]
     return "\n\n".join(parts) + "\n"
 
 
-def _section(title: str, fields: documents.Fields) -> list[str]:
+def _section(title: str, fields: shapes.Fields) -> list[str]:
     return [f"## {title}", _table(fields)]
 
 
-def _table(fields: documents.Fields) -> str:
+def _table(fields: shapes.Fields) -> str:
     rows = [f"| `{name}` | {kind} | {text} |" for name, (kind, text) in fields.items()]
     return "\n".join(["| field | kind | meaning |", "|---|---|---|", *rows])
 
