@@ -172,6 +172,7 @@ SAMPLES = {
     "capacity": '"512GiB"',
     "min_free": '"10GiB"',
     "listen": '"tcp://127.0.0.1:7700"',
+    "admin": '"tcp://127.0.0.1:9470"',
     "socket_group": '"kvstore"',
     "admin_group": '"kvstore-admin"',
 }
