@@ -60,7 +60,7 @@ def _setting(name: str, metavar: str, text: str, section: str = "Options") -> Ca
 @_setting("write", "through|late", "When accepted blocks are written.")
 @_setting("max-dirty-age", "TIME", "Longest time until then, with --write late.")
 @_setting("when-full", "evict|read-only", "What gives way when there is no room.")
-@_setting("scrub-rate", "SIZE", "Bytes a second that a scrub reads; 0 = no limit.")
+@_setting("scrub-rate", "SIZE", "Bytes a second that a scrub reads; 0 for no limit.")
 @click.option("--check-only", is_flag=True, help="Check the settings and stop.")
 @_setting("socket-group", "GROUP", "Its members may connect.", ACCESS)
 @_setting("admin-group", "GROUP", "Its members may do everything.", ACCESS)
