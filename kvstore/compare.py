@@ -64,12 +64,16 @@ def gather(scan: Iterable[Scanned]) -> Scanned:
     return Scanned(**columns, strange=tuple(one for b in batches for one in b.strange))
 
 
+def nothing(index: Index) -> Comparison:
+    """Return a comparison that tells nothing."""
+    seen, bad, elsewhere = np.zeros((3, len(index.rows)), np.bool_)
+    return Comparison(seen, bad, elsewhere)
+
+
 def compare(index: Index, scanned: Scanned | None, engine: Engine, blocks: str) -> Comparison:
     """Return the differences. ``engine`` need not be open: it tells where records lie; ``blocks``
     is its directory's name, for paths. ``scanned`` is None where nothing could be scanned."""
-    rows = index.rows
-    seen, bad, elsewhere = np.zeros((3, len(rows)), np.bool_)
-    result = Comparison(seen, bad, elsewhere)
+    result = nothing(index)
     work = _Work(index, engine, blocks, result)
     work.shared_places()
     strange: dict[str, Finding] = {}

@@ -15,14 +15,16 @@ acts on what a check found, and another check tells whether that was enough.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore import checkpoint, compare, files, layout, payloads, record
+from kvstore import checkpoint, compare, files, layout, payloads, record, salvage
 from kvstore.backends import engine_class
 from kvstore.backends.base import EngineContext
 from kvstore.compare import Comparison, Index
@@ -38,13 +40,14 @@ from kvstore.errors import (
 from kvstore.events import Kind
 from kvstore.findings import CLASSES, Found, Severity, id_of
 from kvstore.isolate import LIMIT_SECONDS, Child, Inspection
+from kvstore.journal import HEADER_BYTES, FileHeader, parse_name
 from kvstore.namespaces import Namespaces
 from kvstore.settle import settle
 from kvstore.space import quarantine_limit
 from kvstore.survey import Survey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from kvstore.backends.base import Engine, Finding
@@ -149,16 +152,16 @@ class Check:
         EngineHung and what else keeps a store from being looked at."""
         try:
             found = layout.read(self._path)
-        except CorruptStore as error:
-            self._note(Found("store-file", layout.STORE_FILE, error.message))
-            return self.report
-        except StoreNotFound as error:
-            if not (self._path / layout.BLOCKS).is_dir():
+        except (CorruptStore, StoreNotFound) as error:
+            if isinstance(error, StoreNotFound) and not (self._path / layout.BLOCKS).is_dir():
                 raise
             self._note(Found("store-file", layout.STORE_FILE, error.message))
             return self.report
         except PermissionDenied as error:
             return self._without_record(error)
+        if doubt := _doubt(self._path, found):
+            self._note(Found("store-file", layout.STORE_FILE, doubt))
+            return self.report
         self.report.folder = found.blocks
         self._directory(found.blocks)
         self._engine(found, self._index(found))
@@ -267,6 +270,10 @@ class Check:
     ) -> Comparison:
         report = self.report
         scanned = compare.gather(inspection.scan())
+        if not len(scanned) and {one.kind for one in scanned.strange} == {"other-store"}:
+            detail = "all records are of another store than it says"
+            self._note(Found("store-file", layout.STORE_FILE, detail))
+            return compare.nothing(index)
         told = {one.path for one in report.strange}
         strange = tuple(one for one in scanned.strange if one.path not in told)
         result = compare.compare(index, replace(scanned, strange=strange), engine, blocks)
@@ -321,6 +328,27 @@ class Check:
         if self._quarantine_bytes > limit:
             detail = f"it takes {self._quarantine_bytes} bytes of {limit}"
             self._note(Found("quarantine-full", layout.QUARANTINE, detail))
+
+
+def _doubt(path: Path, found: StoreRecord) -> str:
+    """Say why STORE.json, which has no checksum, is not believed; empty if it is."""
+    try:
+        if not salvage.believable(path, found):
+            return f"it says {found.engine} in {found.blocks}, which is not there"
+        uuids = set(_uuids(path / found.blocks))
+    except OSError:
+        return ""  # the survey tells what may not be looked at
+    if uuids and found.uuid not in uuids:
+        return f"journal and checkpoint are of store {min(uuids).hex()}"
+    return ""
+
+
+def _uuids(folder: Path) -> Iterator[bytes]:
+    """Yield of which stores journals and checkpoints are, as far as they can be read."""
+    for name in os.listdir(folder):
+        if parse_name(name):
+            with suppress(OSError, CorruptStore), files.open_regular(folder / name) as opened:
+                yield FileHeader.decode(opened.read(HEADER_BYTES)).uuid
 
 
 def _left(loaded: Loaded, settled: Settled) -> np.ndarray:

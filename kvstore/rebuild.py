@@ -16,6 +16,7 @@ import errno
 import os
 import re
 import shutil
+import stat
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -144,12 +145,21 @@ def in_place(survey: Survey, quarantine: Path | None = None, seen: Seen | None =
     try:
         for folder in (place, survey.path / layout.NAMESPACES, survey.path / layout.INCOMING):
             folder.mkdir(files.DIRECTORY_MODE, exist_ok=True)
+        if not stat.S_ISREG(_mode(survey.path / layout.STORE_FILE)):
+            files.move_away(survey.path / layout.STORE_FILE, place / layout.STORE_FILE)
         if survey.salvage.in_place:
             _reindex(survey, Keeping(place, survey), seen)
         else:
             _refill(survey, Keeping(place, survey), place, seen)
     except OSError as error:
         raise files.translate(error, f"recover {survey.path}") from error
+
+
+def _mode(path: Path) -> int:
+    """Return the mode of what is there, that of a file if nothing is."""
+    with suppress(FileNotFoundError):
+        return path.lstat().st_mode
+    return stat.S_IFREG
 
 
 def _next(survey: Survey, **changes: str) -> StoreRecord:

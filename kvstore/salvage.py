@@ -228,7 +228,7 @@ def find_engine(path: Path, engine: str | None) -> tuple[str, str]:
     return max(found, key=lambda one: (_has_journal(path / one[0]), one[0]))
 
 
-def _believable(path: Path, found: StoreRecord) -> bool:
+def believable(path: Path, found: StoreRecord) -> bool:
     """Tell whether the directory looks as STORE.json says, which has no checksum."""
     if found.engine not in engine_names():
         return False
@@ -294,7 +294,7 @@ def survey(path: Path, *, engine: str | None = None, seen: Seen | None = None) -
     PermissionDenied, EngineError.
     """
     read = read_record(path)
-    known = read if read is not None and _believable(path, read) else None
+    known = read if read is not None and believable(path, read) else None
     folder, name = (known.blocks, known.engine) if known else find_engine(path, engine)
     salvage = _reader(path / folder, name, known)
     try:
