@@ -103,6 +103,9 @@ class Survey:
             yield from self._in_blocks(path, below, found)
         elif top == self._blocks and below.startswith("super/") and below.endswith(".new"):
             yield Found("leftover", path, "it was not finished")
+        elif top == self._blocks and (not plain or (folder and "." in path.rpartition("/")[2])):
+            # A library may wait for ever at a pipe, or fail at a directory, that has a file's name.
+            yield Found("foreign", path, "it is no file")
 
     def _at_top(self, path: str, *, plain: bool) -> Iterator[Found]:
         if path.endswith(files.TEMPORARY) and plain:

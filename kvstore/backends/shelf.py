@@ -61,7 +61,7 @@ class Shelf:
         self.broken: dict[int, str] = {}
         """Why a file that is there cannot be used, by number."""
         self.doubtful: set[int] = set()
-        """Files of which not both copies of the header were good."""
+        """Files of which a copy of the header is not good."""
         self.failed = ""
         self.growing = threading.Lock()
         self._store = context.store_uuid
@@ -83,8 +83,6 @@ class Shelf:
             with ThreadPoolExecutor(OPENERS, "open") as pool:
                 for shape, agreed in filter(None, pool.map(self._look_at, numbers)):
                     self._take_shape(shape, write=not agreed)
-                    if not agreed:
-                        self.doubtful.add(shape.number)
             for number, reason in sorted(self.broken.items()):
                 log.warning("%s/%s is not used: %s", FOLDER, name_of(number), reason)
             if not self._read_only:
@@ -175,11 +173,14 @@ class Shelf:
         self.broken.pop(shape.number, None)
         self.shapes[shape.number] = shape
         self.ledger.adopt(shape.number, self.ledger.slot_bytes.index(shape.slot_bytes))
-        if write and not self._read_only:
+        if write and self._read_only:
+            self.doubtful.add(shape.number)
+        elif write:
             try:
                 superfile.write_header(self.files, self.descriptors[shape.number], shape)
             except OSError as error:
                 self.complaints.log("mending", name_of(shape.number), error)
+                self.doubtful.add(shape.number)
 
     def mend(self, places: U64, sizes: I64) -> None:
         """Find out the slot length of files without a good header by records known to be there."""
