@@ -26,6 +26,8 @@ _PARTS = (layout.NAMESPACES, layout.INCOMING, layout.QUARANTINE)
 _OURS = {layout.STORE_FILE, layout.LOCK, CURSOR, "scrub.json", *_PARTS, "lost+found"}
 _JOURNAL = re.compile(r"(journal|checkpoint)\.[0-9a-f]{16}")
 _NAMESPACE = re.compile(rf"[0-9a-f]{{{2 * NAMESPACE_ID_BYTES}}}\.json")
+_OF_A_CHANGE = re.compile(r"migrating\.json|blocks(-\w+)?|.*\.gone")
+"""What a change of the engine leaves, see :mod:`kvstore.former`."""
 _OWNER_BITS = {True: 0o700, False: 0o600}
 _OTHERS = 0o022
 """Rights to write that nobody but the owner may have."""
@@ -110,7 +112,7 @@ class Survey:
     def _at_top(self, path: str, *, plain: bool) -> Iterator[Found]:
         if path.endswith(files.TEMPORARY) and plain:
             yield Found("leftover", path, "it was not finished")
-        elif path not in {*_OURS, self._blocks}:
+        elif path not in {*_OURS, self._blocks} and not _OF_A_CHANGE.fullmatch(path):
             yield Found("unknown-file", path, "it is not the store's")
         elif not plain:
             yield Found("foreign", path, "it is no file and no directory")
