@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -57,6 +58,7 @@ CACHE_BYTES = 8 << 20
 BLOCK_BYTES = 512
 """LevelDB sums what it packs together: so little, and a piece shares its sum with no other."""
 _NOWHERE = b"\xff"
+_MIRROR = "kvstore-leveldb-"
 _ITS_OWN = ("LOCK", "LOG", "LOG.old")
 """Files that LevelDB opens for writing as they are."""
 
@@ -100,7 +102,8 @@ class LeveldbEngine(MergedEngine):
             self.sizes.forget()
 
     def _make_mirror(self) -> Path:
-        mirror = Path(tempfile.mkdtemp(prefix="kvstore-leveldb-"))
+        _sweep()
+        mirror = Path(tempfile.mkdtemp(prefix=f"{_MIRROR}{os.getpid()}-"))
         for entry in self.folder.iterdir():
             if entry.name not in _ITS_OWN:
                 (mirror / entry.name).symlink_to(entry.absolute())
@@ -180,6 +183,16 @@ class LeveldbEngine(MergedEngine):
         self.merge(_NOWHERE, _NOWHERE + b"\0")
         with _edge("syncing"), self._open_db().write_batch(transaction=True, sync=True) as batch:
             batch.delete(_NOWHERE)
+
+
+def _sweep() -> None:
+    """Remove the links of our processes that were killed while they looked."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_MIRROR}*"):
+        number = left.name.removeprefix(_MIRROR).partition("-")[0]
+        with contextlib.suppress(OSError):
+            mine = left.lstat().st_uid == os.geteuid()
+            if mine and number.isdigit() and not Path(f"/proc/{number}").exists():
+                shutil.rmtree(left)
 
 
 def _unless_corrupt(read: Callable[[bool], T]) -> T:
