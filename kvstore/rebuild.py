@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore import files, layout, record
+from kvstore import files, former, layout, record
 from kvstore.backends import engine_class
 from kvstore.backends.base import Blocks, EngineContext, Status
 from kvstore.backends.raw import new_image
@@ -50,7 +50,7 @@ UNFINISHED = "unfinished"
 BATCH_BYTES, BATCH_BLOCKS = 16 << 20, 256
 SLACK_BYTES = 32 << 20
 """Room that a new engine directory needs at most besides its blocks: an eighth of a small store."""
-_BLOCKS = re.compile(rf"{layout.BLOCKS}(?:-([0-9]{{1,6}}))?")
+_BLOCKS = re.compile(rf"{layout.BLOCKS}(-\w+)?")
 
 
 # -- records into an engine -----------------------------------------------------------------------
@@ -226,11 +226,9 @@ def _engine(folder: Path, found: StoreRecord) -> Engine:
 
 def _refill(survey: Survey, keeping: Keeping, place: Path, seen: Seen) -> None:
     """Copy all that is kept into a new directory of the engine, and let it take over."""
-    number = _number(survey.record.blocks)
-    if _finish_earlier(survey, number, place) and not (survey.damaged or survey.lost):
-        return
+    name = f"{layout.BLOCKS}-{survey.record.epoch + 1}"
+    _clear(survey, name, place)
     check_room(survey, place)
-    name = f"{layout.BLOCKS}-{number + 1}"
     found = _next(survey, blocks=name)
     folder = survey.path / name
     try:
@@ -246,24 +244,18 @@ def _refill(survey: Survey, keeping: Keeping, place: Path, seen: Seen) -> None:
     _move(survey.blocks, place / f"{survey.record.blocks}.{survey.record.epoch}")
 
 
-def _number(name: str) -> int:
-    found = _BLOCKS.fullmatch(name)
-    return int(found[1] or 1) if found else 1
-
-
-def _finish_earlier(survey: Survey, number: int, place: Path) -> bool:
-    """Remove what an earlier run had not finished; move away what it replaced, and tell whether
-    there was such: then only this was left of its work."""
-    done = False
+def _clear(survey: Survey, new: str, place: Path) -> None:
+    """Remove what an earlier run had not finished, and move away what it replaced: directories of
+    blocks that nothing names. A change of engine (:mod:`kvstore.former`) has two of its own."""
+    coming = former.read_coming(survey.path, survey.record)
+    named = {one.blocks for one in (survey.record, survey.record.previous, coming) if one}
     for folder in sorted(survey.path.iterdir()):
         if not _BLOCKS.fullmatch(folder.name) or folder.is_symlink() or not folder.is_dir():
             continue
-        if _number(folder.name) > number:
+        if folder.name == new:
             shutil.rmtree(folder)
-        elif folder.name != survey.record.blocks and survey.known:
+        elif folder.name not in named and survey.known:
             _move(folder, place / f"{folder.name}.{survey.record.epoch - 1}")
-            done = True
-    return done
 
 
 def check_room(survey: Survey, place: Path) -> None:

@@ -108,6 +108,22 @@ def test_a_new_store_may_have_another_engine(tmp_path: Path, ruins: Copies) -> N
         assert look(new).there == ALL
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_a_change_of_engine_keeps_is_no_leftover(
+    tmp_path: Path, ruins: Copies, times: int
+) -> None:
+    path = ruins.copy("filesystem", tmp_path / "store")
+    assert run_command("migrate", path, "--to", "lmdb").code == 0
+    former = digest(path / "blocks")
+    for _ in range(times):
+        zero(path / layout.read(path).blocks / "lmdb/data.mdb", 0, 8192)
+        assert run_command("recover", path, "-y").code == 0
+        assert run_command("fsck", path).code == 0
+    assert digest(path / "blocks") == former
+    assert look(path).there == ALL
+    assert len(list((path / "quarantine").glob("blocks*"))) == times
+
+
 def test_what_is_wrong_is_said(tmp_path: Path, ruins: Copies) -> None:
     path = ruins.copy("sqlite", tmp_path / "store")
     (tmp_path / "empty").mkdir()
