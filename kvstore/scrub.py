@@ -187,7 +187,8 @@ class Scrub:
         """Begin no more work: the store is about to be closed. The next opening goes on."""
         if not self._held:
             self._held = True
-            self._save()
+            if self.progress.state == "running":
+                self._save()
 
     def tick(self, now: float) -> None:
         if self.progress.state == "running" and now - self._saved_at >= SAVE_SECONDS:
