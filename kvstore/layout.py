@@ -19,6 +19,7 @@ under ``incompat`` must not touch the store.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -146,6 +147,8 @@ def read(path: Path) -> StoreRecord:
     except (FileNotFoundError, NotADirectoryError):
         raise _not_found(path) from None
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _corrupt(path, "it is a link") from None
         raise files.translate(error, f"read {path / STORE_FILE}") from error
     except CorruptStore as error:
         raise _corrupt(path, error.message) from None

@@ -362,7 +362,7 @@ def _begin(new: Path) -> layout.Lock:
         layout.make_root(new, [])
     lock = layout.Lock(new)
     lock.acquire(exclusive=True)
-    files.replace(mark, b"kvstore recover makes a store here\n")
+    files.replace(mark, b"a store is being recovered to this place\n")
     files.sync_directory(new.parent)
     return lock
 

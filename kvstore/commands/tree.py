@@ -47,7 +47,9 @@ PLACES = {
     "get": Place("blocks", "get", "Write the block under KEY to a file or, without -o, to a pipe."),
     "inspect": Place("look", "inspect", "Show what a store holds, or one block."),
     "list": Place("blocks", "list_blocks", "List blocks, one a line: NAMESPACE-ID SHARD KEY."),
-    "migrate": Place("migrating", "migrate", "Change the engine of a store, or bring blocks in."),
+    "migrate": Place(
+        "migrating", "migrate", "Change the engine of a store, or bring blocks in from elsewhere."
+    ),
     "pin": Place("pins", "pin", "Keep blocks from being evicted for a time."),
     "pins": Place("pins", "pins", "List pinned blocks."),
     "put": Place("blocks", "put", "Store one block under KEY (hexadecimal, 1 to 64 bytes)."),
@@ -56,9 +58,7 @@ PLACES = {
         "recover",
         "Make a store that is damaged open again, with every block that is whole.",
     ),
-    "scrub": Place(
-        "scrubbing", "scrub", "Have the daemon verify what lies on disk, while it serves."
-    ),
+    "scrub": Place("scrubbing", "scrub", "Have the daemon verify what is on disk."),
     "serve": Place("daemon", "serve", "Run the daemon in the foreground until SIGTERM."),
     "status": Place("watch", "status", "Show how the daemon and its store are doing."),
     "top": Place("watch", "top", "Show what the daemon does, line by line."),
