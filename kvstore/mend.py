@@ -48,12 +48,6 @@ MODULE = "kvstore.mend"
 MOST_ROUNDS = 4
 _ANEW = ("wrong-place", "shared-place")
 """What the index must be made anew for."""
-_NOT_INSIDE = (
-    *("mode", "owner", "missing-directory", "namespace-file", "namespace-unknown", "hard-link"),
-    *("unknown-file", "over-capacity", "quarantine-full", "padding", "free-slot", "unfinished"),
-    *("unsynced", "unreadable"),
-)
-"""What an opening of the store does not change, or the next one does by itself."""
 _ROW_COLUMNS = ("namespace", "shard", "key_length", "key", "length", "generation", "place")
 _BATCH = 64
 
@@ -148,15 +142,9 @@ def _repair_engine(report: Report, folder: Path, limit: float, done: Done, *, an
 def _needs_opening(report: Report) -> bool:
     """Tell whether there is more to do than what lay in the directory."""
     outside = ("mode", "owner", "missing-directory", "namespace-file", "namespace-unknown")
-    notes = (
-        "hard-link",
-        "unknown-file",
-        "over-capacity",
-        "quarantine-full",
-        "padding",
-        "free-slot",
-    )
-    return any(one.id not in (*outside, *notes) for one in report.found)
+    notes = ("hard-link", "unknown-file", "over-capacity", "quarantine-full")
+    silent = ("padding", "free-slot")
+    return any(one.id not in (*outside, *notes, *silent) for one in report.found)
 
 
 # -- the child's side -----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Reading whole records from an engine and judging them, for fsck and scrub: what is bad, and how.
+"""Reading whole records from an engine and judging them, for fsck: what is bad, and how.
 
 Several threads read and judge a batch each; verdicts come back in order.
 """

@@ -111,14 +111,14 @@ class Scene:
     def replace_bytes(self, old: bytes, new: bytes) -> None:
         """Replace bytes wherever the files of the engine have them."""
         done = 0
-        for path in self.library_files():
+        for path in self.engine_files():
             data = path.read_bytes()
             if old in data:
                 path.write_bytes(data.replace(old, new))
                 done += 1
         assert done, "the bytes are nowhere"
 
-    def library_files(self) -> list[Path]:
+    def engine_files(self) -> list[Path]:
         return sorted(p for p in (self.blocks / self.engine).iterdir() if p.is_file())
 
     def journals(self) -> list[Path]:
@@ -260,7 +260,7 @@ def cut_file(scene: Scene) -> None:
 def _data_files(scene: Scene) -> list[Path]:
     if scene.engine == "superblock":
         return sorted((scene.blocks / "super").glob("*.sb"))
-    return [p for p in scene.library_files() if p.suffix in (".mdb", ".ldb", ".db", ".log")]
+    return [p for p in scene.engine_files() if p.suffix in (".mdb", ".ldb", ".db", ".log")]
 
 
 def emptied_file(scene: Scene) -> None:
