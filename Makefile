@@ -27,7 +27,7 @@ FIND_PYTHON = for candidate in "$(PYTHON)" /usr/bin/python3.11 python3.11 python
 STAMP := .venv/.ready-$(shell pwd | cksum | cut -d' ' -f1)
 BIN := .venv/bin
 RUN := $(BIN)/python -m
-ALONE := $(addprefix kvstore/,errors.py answers.py keys.py protocol.py regions.py exchange.py \
+ALONE := $(addprefix kvstore/,errors.py answers.py keys.py credentials.py tls.py protocol.py regions.py exchange.py \
 	waiting.py requests.py session.py questions.py transfer.py operations.py client.py aclient.py)
 
 venv: $(STAMP)
@@ -54,7 +54,7 @@ lint: venv
 
 # Tests with deadlines of their own run one after the other; all others two at a time.
 TIMED_TESTS := $(patsubst %,tests/test_%.py,capacity client data_plane fuzz_socket kill notify \
-	promises roles server settle soak superblock_daemon systemd writer_late)
+	promises roles server settle soak superblock_daemon systemd tls writer_late)
 test: lint
 	$(RUN) pytest -n 2 $(addprefix --ignore=,$(TIMED_TESTS))
 	$(RUN) pytest $(TIMED_TESTS)

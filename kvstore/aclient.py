@@ -12,7 +12,9 @@ Of one event loop at a time. Standard library and numpy only: model servers impo
 from __future__ import annotations
 
 import asyncio
+import select
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstore.operations import Operations, Sizes, Staging
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
+    from kvstore.credentials import Credentials
     from kvstore.exchange import Connection, Pending
+    from kvstore.tls import Encrypted
     from kvstore.waiting import Address, Lock
 
 __all__ = ["AsyncClient", "Sizes", "Staging"]
@@ -34,7 +38,7 @@ LONG_BYTES = 1 << 20
 
 
 class AsyncClient(Operations):
-    """Talks to the daemon at ``address``: a Unix socket, or ``tcp://HOST:PORT``.
+    """Talks to the daemon at ``address``, as :class:`~kvstore.client.Client` does.
 
     ``timeout`` is in seconds, for every call that names none.
     """
@@ -46,8 +50,16 @@ class AsyncClient(Operations):
         *,
         staging_bytes: int = DEFAULT_TOTAL_BYTES,
         check: bool | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
-        super().__init__(address, timeout, Loop, staging_bytes=staging_bytes, check=check)
+        super().__init__(
+            address,
+            timeout,
+            Loop,
+            staging_bytes=staging_bytes,
+            check=check,
+            credentials=credentials,
+        )
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -77,6 +89,17 @@ class Loop:
             raise
         return sock
 
+    async def handshake(self, sock: Encrypted, limit: float) -> None:
+        loop, number = asyncio.get_running_loop(), sock.fileno()
+        while events := sock.advance():
+            ready: asyncio.Future[None] = loop.create_future()
+            reading = bool(events & select.POLLIN)
+            (loop.add_reader if reading else loop.add_writer)(number, _settle, ready)
+            try:
+                await _within(limit, ready)
+            finally:
+                (loop.remove_reader if reading else loop.remove_writer)(number)
+
     def serves(self, connection: Connection) -> bool:
         if self._loop is asyncio.get_running_loop():
             return True
@@ -101,10 +124,7 @@ class Loop:
         while not pending.ready and time.monotonic() < limit:
             changed: asyncio.Future[None] = loop.create_future()
 
-            def wake(changed: asyncio.Future[None] = changed) -> None:
-                if not changed.done():
-                    changed.set_result(None)
-
+            wake = partial(_settle, changed)
             pending.notify = wake
             timer = loop.call_later(min(limit - time.monotonic(), 3600), wake)
             try:
@@ -154,6 +174,11 @@ class Loop:
                 lock.release()
             raise
         return lock
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 async def _within(limit: float, step: asyncio.Future[Any]) -> None:

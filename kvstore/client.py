@@ -24,6 +24,8 @@ from kvstore.waiting import Threads
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator
 
+    from kvstore.credentials import Credentials
+
 __all__ = ["Client", "Sizes", "Staging", "connect", "raise_for"]
 
 P = ParamSpec("P")
@@ -71,9 +73,11 @@ def _iterating(
 
 
 class Client:
-    """Talks to the daemon at ``path``: a Unix socket, or ``tcp://HOST:PORT``.
+    """Talks to the daemon at ``path``: a Unix socket, ``tls://HOST:PORT`` or, on this machine,
+    ``tcp://HOST:PORT``.
 
-    ``timeout`` is in seconds, for every call that names none. What the calls do and raise is told
+    ``timeout`` is in seconds, for every call that names none. ``credentials``: files for TCP;
+    those that the environment names, if None. What the calls do and raise is told
     at :class:`~kvstore.operations.Operations`.
     """
 
@@ -84,9 +88,15 @@ class Client:
         *,
         staging_bytes: int = DEFAULT_TOTAL_BYTES,
         check: bool | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
         self._operations = Operations(
-            path, timeout, Threads, staging_bytes=staging_bytes, check=check
+            path,
+            timeout,
+            Threads,
+            staging_bytes=staging_bytes,
+            check=check,
+            credentials=credentials,
         )
 
     def __enter__(self) -> Client:
@@ -141,5 +151,5 @@ class Client:
 
 
 def connect(address: str, timeout: float = 30.0) -> Client:
-    """Return a client of the daemon at ``address``: ``/path/to/socket`` or ``tcp://HOST:PORT``."""
+    """Return a client of the daemon at ``address``; see :class:`Client`."""
     return Client(address, timeout)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from kvstore import node
+from kvstore import credentials, node
 from kvstore.errors import ConfigError
 from kvstore.space import MIN_CAPACITY
 
@@ -40,6 +40,8 @@ _LEAST = {
     "max_regions": 64 * MIB,
 }
 """Bytes that these settings have at least."""
+
+_PATHS = ("store", "socket", "tls_certificate", "tls_key", "tls_client_ca", "token_file")
 
 _SIZE_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _TIME_UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -109,9 +111,15 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     drain_timeout: Duration = Duration(60)
     """Longest time between SIGTERM and the end."""
     listen: str | None = None
-    """``tcp://HOST:PORT``. Default: the Unix socket only."""
-    insecure: bool = False
-    """Whether ``listen`` may be an address that other machines reach."""
+    """``tcp://HOST:PORT``, of this machine only unless encrypted and with a token. Default: off."""
+    tls_certificate: Path | None = None
+    """PEM file, for TCP. Default: no encryption, for loopback addresses only."""
+    tls_key: Path | None = None
+    """PEM file with its private key. Default: in the file of the certificate."""
+    tls_client_ca: Path | None = None
+    """PEM file; clients by TCP must have a certificate from there. Default: they need none."""
+    token_file: Path | None = None
+    """File with what clients by TCP must know. Default: nothing, for loopback addresses only."""
     admin: str | None = None
     """``tcp://127.0.0.1:PORT`` or the path of a Unix socket for monitoring. Default: off."""
     socket_group: str | None = None
@@ -437,9 +445,9 @@ def _check(settings: Settings, origins: Mapping[str, Origin]) -> None:
     for name in ("request_timeout", "drain_timeout", "max_dirty_age"):
         if getattr(settings, name) <= 0:
             raise ConfigError(f"setting {name} ({origins[name]}) is 0", "set it above 0")
-    for name in ("store", "socket"):
+    for name in _PATHS:
         path = getattr(settings, name)
-        if origins[name].source is Source.FILE and not path.is_absolute():
+        if origins[name].source is Source.FILE and path is not None and not path.is_absolute():
             raise ConfigError(
                 f"setting {name} ({origins[name]}) is the relative path {str(path)!r}",
                 "write an absolute path in a configuration file",
@@ -448,6 +456,11 @@ def _check(settings: Settings, origins: Mapping[str, Origin]) -> None:
 
 
 def _check_socket(path: Path, origin: Origin) -> None:
+    if ":/" in str(path):  # what is left of :// in a path
+        raise ConfigError(
+            f"setting socket ({origin}) is the address {str(path)!r}",
+            "name a path here; setting listen is for tcp://HOST:PORT",
+        )
     length = len(os.fsencode(path))
     if length > MAX_SOCKET_PATH:
         raise ConfigError(
@@ -469,7 +482,7 @@ def _unread(environ: Mapping[str, str]) -> tuple[str, ...]:
 
     Not all are refused: Kubernetes sets KVSTORE_PORT and more for a service named kvstore.
     """
-    known = [variable(name) for name in _ATTRIBUTES] + ["KVSTORE_CONFIG"]
+    known = [*map(variable, _ATTRIBUTES), "KVSTORE_CONFIG", *credentials.VARIABLES.values()]
     unread = tuple(n for n in environ if n.startswith("KVSTORE_") and n not in known)
     for name in unread:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.88)

@@ -13,10 +13,18 @@ import logging
 import time
 from contextlib import suppress
 from dataclasses import replace
+from socket import AF_UNIX
 from typing import TYPE_CHECKING
 
 from kvstore import protocol
-from kvstore.errors import Cancelled, KVStoreError, ProtocolError, UnknownNamespace
+from kvstore.errors import (
+    Cancelled,
+    KVStoreError,
+    PermissionDenied,
+    ProtocolError,
+    UnknownNamespace,
+)
+from kvstore.guard import STRANGER_SECONDS
 from kvstore.mapped import Regions
 from kvstore.protocol import Flag, Frame, Op
 from kvstore.service import OPERATIONS
@@ -28,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.feed import Feed
+    from kvstore.guard import Guard
     from kvstore.namespaces import Namespace
     from kvstore.peers import Peer
     from kvstore.server import Server
@@ -40,13 +49,18 @@ class Connection:
     """Serves the client behind ``sock``, a non-blocking stream socket, until it goes.
 
     ``regions``, ``feeds`` (by request id) and namespace handles belong to the connection.
+    ``guard``: what the client must do first; until then it is a :attr:`stranger`.
     """
 
-    def __init__(self, server: Server, sock: socket.socket, peer: Peer, *, local: bool) -> None:
+    def __init__(
+        self, server: Server, sock: socket.socket, peer: Peer, guard: Guard | None = None
+    ) -> None:
         settings = server.settings
         self.server = server
         self.peer = peer
-        self.local = local
+        self.local = sock.family == AF_UNIX
+        self.guard = guard
+        self.stranger = guard is not None
         self.regions = Regions(settings.max_client_regions, server.allowance)
         self.feeds: dict[int, Feed] = {}
         self._wire = Wire(sock, settings.request_timeout)
@@ -60,6 +74,8 @@ class Connection:
 
     async def serve(self) -> None:
         try:
+            if self.guard is not None:
+                await self._meet(self.guard)
             await self._read_frames()
             await self._let_finish()
         except ProtocolError as error:
@@ -75,6 +91,32 @@ class Connection:
         finally:
             await self._end()
 
+    async def _meet(self, guard: Guard) -> None:
+        """Let a stranger become a client. Raises Gone, ProtocolError."""
+        try:
+            async with asyncio.timeout(STRANGER_SECONDS):
+                await self._wire.encrypt()
+                if guard.token is not None:
+                    await self._take_token(guard)
+        except TimeoutError:
+            raise Gone("it did not show who it is in time") from None
+        self.stranger = False
+
+    async def _take_token(self, guard: Guard) -> None:
+        header = bytearray(protocol.HEADER_BYTES)
+        if await self._wire.begin(header) is None:
+            raise Gone("it said nothing")
+        frame = protocol.unpack(header)
+        try:
+            guard.check_size(frame)
+            request = await self._receive(frame, [])
+            guard.check_token(request.meta.json())
+        except PermissionDenied as error:
+            log.warning("refusing the client at %s: %s", self.peer.address, error.message)
+            await self.send(frame, protocol.error_meta(error), flags=Flag.ERROR)
+            raise Gone(error.message) from None
+        self._start(request)
+
     async def _read_frames(self) -> None:
         header = bytearray(protocol.HEADER_BYTES)
         while (descriptors := await self._wire.begin(header)) is not None:
@@ -85,19 +127,25 @@ class Connection:
 
     async def _take(self, frame: Frame, descriptors: list[int]) -> None:
         """Receive the rest of a frame and start what it asks for."""
-        await self._wire.skip(frame.header_bytes - protocol.HEADER_BYTES)
         if frame.request in self._under_way or frame.request in self.feeds:
             raise ProtocolError(f"request {frame.request} is under way twice", "use new numbers")
         if frame.op == Op.CANCEL:
             await self._admit_cancel()
         else:
             await self._admit(frame)
+        self._start(await self._receive(frame, descriptors))
+
+    async def _receive(self, frame: Frame, descriptors: list[int]) -> Request:
         request = Request(self, frame)
         try:
             await request.receive(self._wire, descriptors)
         except BaseException:
             request.release()
             raise
+        return request
+
+    def _start(self, request: Request) -> None:
+        frame = request.frame
         request.task = asyncio.get_running_loop().create_task(self._see_through(request))
         if frame.op == Op.CANCEL:
             self._cancels.add(request)
@@ -153,6 +201,8 @@ class Connection:
     def drain(self) -> None:
         """Take no further request; end when those under way are answered."""
         self._wire.stop_reading()
+        if self.stranger:
+            self._wire.hang_up()
 
     # -- requests ---------------------------------------------------------------------------------
 

@@ -85,12 +85,13 @@ class _Outgoing:
 
 class Connection:
     """One stream to the daemon. Thread-safe; ``peer`` is how messages call the daemon.
+    ``encrypted``: the socket is a :class:`~kvstore.tls.Encrypted`.
 
     Once ``broken`` is set the connection is of no use, and requests that were under way on it are
     never ``done``.
     """
 
-    def __init__(self, sock: socket.socket, peer: str) -> None:
+    def __init__(self, sock: socket.socket, peer: str, *, encrypted: bool = False) -> None:
         sock.setblocking(False)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             with suppress(OSError):
@@ -105,6 +106,7 @@ class Connection:
         self.broken: errors.KVStoreError | None = None
         self.on_break: Callable[[], None] | None = None
         self._sock = sock
+        self._encrypted = encrypted
         self._fds: list[int] = []
         self._greeted = False
         self._ids = itertools.count(1)
@@ -272,6 +274,8 @@ class Connection:
     def _write(self) -> None:
         while self._out:
             outgoing = self._out[0]
+            # What was encrypted must be sent, even if the socket took nothing of it yet.
+            outgoing.begun = outgoing.begun or self._encrypted
             try:
                 sent = self._send(outgoing)
             except BlockingIOError:
@@ -311,7 +315,7 @@ class Connection:
                 self._want[:size] = data[:size]
                 data = data[size:]
                 self._advance(size)
-            if got < len(target):
+            if got < len(target) and not self._encrypted:  # else a record of it ends here
                 return
 
     def _receive(self, target: memoryview) -> int:

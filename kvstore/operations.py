@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
+    from kvstore.credentials import Credentials
     from kvstore.requests import Data
     from kvstore.waiting import Port
 
@@ -126,8 +127,16 @@ class Operations(Questions):
         *,
         staging_bytes: int = DEFAULT_TOTAL_BYTES,
         check: bool | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
-        super().__init__(address, timeout, new_port, staging_bytes=staging_bytes, check=check)
+        super().__init__(
+            address,
+            timeout,
+            new_port,
+            staging_bytes=staging_bytes,
+            check=check,
+            credentials=credentials,
+        )
         self._lengths: dict[Scope, int] = {}
         """About the longest block of the last batches, by scope."""
 

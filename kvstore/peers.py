@@ -36,11 +36,12 @@ PUBLIC_ACTIONS = frozenset({"status"})
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One client. ``uid`` is None where the kernel does not know it (TCP)."""
+    """One client. ``uid`` is None where the kernel does not know it (TCP): there, ``address``."""
 
     uid: int | None = None
     pid: int = 0
     administrator: bool = False
+    address: str = ""
 
     def check(self, op: int) -> None:
         """Raises PermissionDenied for an operation that this peer may not ask for."""
@@ -66,7 +67,7 @@ def is_private(record: NamespaceRecord) -> bool:
 def peer_of(sock: socket.socket, admin_gid: int | None) -> Peer:
     """Ask the kernel who connected to ``sock``."""
     if sock.family != socket.AF_UNIX:
-        return Peer()
+        return Peer(address=str(sock.getpeername()[0]))
     pid, uid, gid = _CREDENTIALS.unpack(
         sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )

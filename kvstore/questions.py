@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
+    from kvstore.credentials import Credentials
     from kvstore.exchange import Reply
     from kvstore.waiting import Port
 
@@ -57,7 +58,7 @@ class Call(NamedTuple):
 
 
 class Questions:
-    """The questions. ``address`` is the path of a Unix socket or ``tcp://HOST:PORT``.
+    """The questions. ``address`` is the path of a Unix socket, ``tls://`` or ``tcp://HOST:PORT``.
 
     Every call raises DaemonUnavailable when nobody listens, PermissionDenied when this user may not
     connect, DeadlineExceeded when no answer came in time, and whatever the daemon answered. After
@@ -66,6 +67,7 @@ class Questions:
 
     ``timeout``: seconds for a call that names none. ``staging_bytes``: most bytes of shared memory
     that batches may take. ``check``: send and compare checksums; None means where xxhash is there.
+    ``credentials``: files for TCP; None means those that the environment names.
     """
 
     def __init__(
@@ -76,10 +78,13 @@ class Questions:
         *,
         staging_bytes: int = DEFAULT_TOTAL_BYTES,
         check: bool | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
         self.timeout = timeout
         region_bytes = min(DEFAULT_REGION_BYTES, pages(staging_bytes))
-        self._session = Session(str(address), new_port, region_bytes, staging_bytes, check)
+        self._session = Session(
+            str(address), new_port, region_bytes, staging_bytes, check, credentials
+        )
 
     def _call(
         self, namespace: int = DEFAULT_HANDLE, shard: int = 0, timeout: float | None = None

@@ -18,22 +18,21 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from socket import AF_UNIX
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstore import __version__, keys
 from kvstore.answers import BlockStatus
-from kvstore.connection import Connection
 from kvstore.errors import Busy, DaemonUnavailable, KVStoreError
+from kvstore.guard import GuardFiles
 from kvstore.mapped import Allowance
 from kvstore.metrics import Durations
 from kvstore.notify import Supervisor
 from kvstore.opening import Opening, Options
-from kvstore.peers import group_id, own_pidfd, peer_of
+from kvstore.peers import group_id, own_pidfd
+from kvstore.reception import Reception
 from kvstore.sockets import Doors
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
@@ -55,17 +54,15 @@ SWITCH_INTERVAL = 0.0005
 """Seconds for which a thread may keep the interpreter; the default of 5 ms makes I/O wait."""
 _ROOM_SECONDS = 0.05
 """How often whoever waits for memory looks again by itself: it becomes free in many ways."""
-_NO_DELAY = (6, 1, 1)
-"""IPPROTO_TCP, TCP_NODELAY: answers are short and somebody waits for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
     """Plain settings of the daemon, as in config.py; times in seconds, sizes in bytes.
 
-    ``listen`` is ``tcp://HOST:PORT``, a loopback address unless ``insecure``; ``admin`` such an
-    address or the path of a Unix socket. One client has at most ``max_requests`` under way, with
-    ``max_client_bytes`` of frames and memory.
+    ``listen`` is ``tcp://HOST:PORT``, a loopback address unless ``guard`` is complete; ``admin`` a
+    loopback address or the path of a Unix socket. One client has at most ``max_requests`` under
+    way, with ``max_client_bytes`` of frames and memory.
     """
 
     socket: Path
@@ -77,7 +74,7 @@ class ServerOptions:
     drain_timeout: float = 60.0
     listen: str | None = None
     admin: str | None = None
-    insecure: bool = False
+    guard: GuardFiles = field(default_factory=GuardFiles)
     socket_group: str | None = None
     admin_group: str | None = None
     max_requests: int = 64
@@ -94,7 +91,6 @@ class Server:
     _store: Store | None = None
     _stopping: bool = False
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    _clients: dict[Connection, asyncio.Task[None]] = field(default_factory=dict)
     _failed_requests: int = 0
     _doors: Doors | None = None
     _admin: Admin | None = None
@@ -121,19 +117,20 @@ class Server:
         self._supervisor = Supervisor(os.environ)
         self.pidfd = own_pidfd()
         self.allowance = Allowance(self.settings.max_regions)
-        self._admin_gid = group_id(self.settings.admin_group, "admin_group")
+        self._guard = self.settings.guard.read()
+        admin_gid = group_id(self.settings.admin_group, "admin_group")
+        self._reception = Reception(self, self._guard, admin_gid)
         self._opening = Opening(self.settings.store, self.settings.options)
         self._opening.lock()
         try:
             doors = self._listen()
             self._watch_signals()
-            accepting = [self._loop.create_task(self._accept(one)) for one in doors.clients]
+            self._reception.open(doors.clients)
             with self._telling(self._tell_of_opening):
                 await self._open()
             if not self._stop.is_set():
                 await self._upkeep()
-            for task in accepting:
-                task.cancel()
+            self._reception.close()
             with self._telling(self._tell_of_drain):
                 return await self._shut_down()
         finally:
@@ -150,7 +147,7 @@ class Server:
             group_id(settings.socket_group, "socket_group"),
             settings.listen,
             settings.admin,
-            insecure=settings.insecure,
+            guarded=self._guard.complete,
         )
         if self._doors.admin is not None:
             from kvstore.admin import Admin  # its library takes a tenth of a second
@@ -237,7 +234,7 @@ class Server:
     def _tell_of_drain(self) -> None:
         self._publish()
         dirty = self._store.core.writer.dirty_blocks if self._store is not None else 0
-        self._supervisor.draining(dirty, len(self._clients))
+        self._supervisor.draining(dirty, len(self._reception))
         self._supervisor.sign()
 
     async def _shut_down(self) -> int:
@@ -250,7 +247,7 @@ class Server:
         limit = self._loop.time() + self.settings.drain_timeout
         try:
             async with asyncio.timeout_at(limit):
-                await self._let_clients_finish()
+                await self._reception.let_finish()
                 while self._tasks:
                     await asyncio.wait(set(self._tasks))
                 if self._store is not None:
@@ -272,13 +269,6 @@ class Server:
         log.info("stopped")
         return 0
 
-    async def _let_clients_finish(self) -> None:
-        """Idle clients are dropped at once, those with a request under way after its answer."""
-        for connection in self._clients:
-            connection.drain()
-        if self._clients:
-            await asyncio.wait(set(self._clients.values()))
-
     def _stop_listening(self) -> None:
         for one in (self._admin, self._doors):
             if one is not None:
@@ -287,37 +277,6 @@ class Server:
             os.close(self.pidfd)
 
     # -- clients ----------------------------------------------------------------------------------
-
-    async def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                sock, _ = await self._loop.sock_accept(listener)
-            except OSError as error:
-                log.warning("cannot accept a client: %s", error)
-                await asyncio.sleep(0.1)
-                continue
-            sock.setblocking(False)
-            if len(self._clients) >= self.settings.max_clients:
-                log.warning("refusing a client: %d are connected", len(self._clients))
-                sock.close()
-                continue
-            try:
-                self._serve(sock)
-            except OSError as error:  # it has gone already
-                log.debug("client gone: %s", error)
-                sock.close()
-
-    def _serve(self, sock: socket.socket) -> None:
-        peer, local = peer_of(sock, self._admin_gid), sock.family == AF_UNIX
-        if not local:
-            sock.setsockopt(*_NO_DELAY)
-        connection = Connection(self, sock, peer, local=local)
-        task = self._loop.create_task(connection.serve())
-        self._clients[connection] = task
-        task.add_done_callback(partial(self._forget, connection))
-
-    def _forget(self, connection: Connection, _: asyncio.Task[None]) -> None:
-        del self._clients[connection]
 
     @property
     def stopping(self) -> bool:
@@ -479,7 +438,7 @@ class Server:
             "version": __version__,
             "pid": self.pid,
             "socket": str(self.settings.socket),
-            "clients": len(self._clients),
+            "clients": len(self._reception),
             "region_bytes": self.allowance.used,
             "failed_requests": self._failed_requests,
             "get_us_buckets": list(self.get_durations.buckets),

@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore import errors, protocol, requests
+from kvstore.credentials import Credentials, is_loopback, read_token
 from kvstore.exchange import Connection, Pending, Reply
 from kvstore.protocol import DEFAULT_HANDLE, Flag, Frame, Op
 from kvstore.regions import Extent, Region, Regions
@@ -58,8 +59,10 @@ class Session:
         region_bytes: int,
         total_bytes: int,
         check: bool | None,
+        credentials: Credentials | None = None,
     ) -> None:
         self.address = Address.parse(address)
+        self._credentials = credentials or Credentials.of(os.environ)
         self._name = address
         self._new_port = new_port
         self._new_regions = partial(Regions, region_bytes, total_bytes)
@@ -132,11 +135,12 @@ class Session:
             raise self._late() from None
 
     async def _connect(self, limit: float) -> Connection:
-        connection = Connection(await self._socket(limit), self._name)
+        told = {"version": protocol.VERSION, "pid": os.getpid(), **self._token()}
+        sock = await self._socket(limit)
+        connection = Connection(sock, self._name, encrypted=self.address.tls)
         self.port.attach(connection)
         try:
-            hello = requests.spoken(Op.HELLO, {"version": protocol.VERSION, "pid": os.getpid()})
-            reply = await self._one(connection, hello, limit)
+            reply = await self._one(connection, requests.spoken(Op.HELLO, told), limit)
             connection.greeted()
             answer = reply.meta.json()
             connection.checksums = self._check and answer.get("checksum") == CHECKSUM
@@ -148,10 +152,40 @@ class Session:
             raise
         return connection
 
+    def _token(self) -> dict[str, str]:
+        """Return what HELLO says besides, where the daemon may ask for it. Raises ConfigError."""
+        if not self.address.port or self._credentials.token_file is None:
+            return {}
+        if not self.address.tls and not is_loopback(self.address.path):
+            raise errors.ConfigError(
+                f"the token would go to {self._name} unencrypted",
+                "use tls://HOST:PORT, or no token",
+            )
+        return {"token": read_token(self._credentials.token_file)}
+
+    async def _encrypted(self, sock: socket.socket, limit: float) -> socket.socket:
+        """Return the encrypted form of a connection, the daemon having shown its certificate."""
+        from kvstore import tls  # most clients do without
+
+        try:
+            sock = encrypted = tls.encrypt(sock, self._credentials, self.address.path)
+            await self.port.handshake(encrypted, limit)
+        except tls.NotTrusted as error:
+            sock.close()
+            raise errors.PermissionDenied(
+                f"the daemon on {self._name} is not trusted: {error.verify_message}",
+                "call it by a name in its certificate, and see KVSTORE_CA_FILE",
+            ) from None
+        except BaseException:
+            sock.close()
+            raise
+        return encrypted
+
     async def _socket(self, limit: float) -> socket.socket:
         while True:
             try:
-                return await self.port.connect(self.address, limit)
+                sock = await self.port.connect(self.address, limit)
+                return await self._encrypted(sock, limit) if self.address.tls else sock
             except OSError as error:
                 # So many connect at the same time that the daemon's queue is full.
                 full = isinstance(error, BlockingIOError)

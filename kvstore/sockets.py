@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from kvstore.credentials import is_loopback
 from kvstore.errors import ConfigError, KVStoreError, PermissionDenied, StoreLocked
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, MutableMapping
+    from collections.abc import MutableMapping
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ ADMIN = "admin"
 class Doors:
     """Where clients come in, and monitoring. Raises what :func:`unix_listener` does, and others.
 
+    ``guarded``: TCP is encrypted and asks for a token, so other machines may come.
+
     What systemd hands over stands for the Unix socket, or for ``admin``: an address like
     ``listen``, or the path of a Unix socket.
     """
@@ -43,16 +46,16 @@ class Doors:
         listen: str | None,
         admin: str | None,
         *,
-        insecure: bool,
+        guarded: bool = False,
     ) -> None:
         self._made: list[Path] = []
-        given = inherited_listeners(environ)
+        given = inherited_listeners(environ, guarded=guarded)
         self.clients = [sock for name, sock in given if name != ADMIN]
         self.admin = next((sock for name, sock in given if name == ADMIN), None)
         if not self.clients:
             self.clients.append(self._unix(path, group))
         if listen is not None:
-            self.clients.append(tcp_listener(listen, insecure=insecure))
+            self.clients.append(tcp_listener(listen, guarded=guarded))
         if self.admin is None and admin is not None:
             local = admin.startswith("/")
             self.admin = self._unix(Path(admin), group) if local else _admin_port(admin)
@@ -149,18 +152,12 @@ def _bind_error(path: Path, error: OSError) -> KVStoreError:
 # -- TCP ------------------------------------------------------------------------------------------
 
 
-def tcp_listener(address: str, *, insecure: bool = False) -> socket.socket:
+def tcp_listener(address: str, *, guarded: bool = False) -> socket.socket:
     """Return a socket that listens on ``tcp://HOST:PORT``; see :func:`tcp_address`.
 
     Raises ConfigError.
     """
-    host, port = tcp_address(address, insecure=insecure)
-    if not _is_loopback(host):
-        log.warning(
-            "other machines may reach %s, and TCP knows no passwords: whoever connects may read "
-            "and write blocks in every namespace that he can name",
-            address,
-        )
+    host, port = tcp_address(address, guarded=guarded)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
@@ -174,13 +171,11 @@ def tcp_listener(address: str, *, insecure: bool = False) -> socket.socket:
     return _listening(sock)
 
 
-def tcp_address(
-    address: str, *, insecure: bool = False, setting: str = "listen"
-) -> tuple[str, int]:
-    """Return host and port of ``tcp://HOST:PORT``, HOST a loopback address unless ``insecure``.
+def tcp_address(address: str, *, guarded: bool = False, setting: str = "listen") -> tuple[str, int]:
+    """Return host and port of ``tcp://HOST:PORT``, HOST a loopback address unless ``guarded``.
 
-    Raises ConfigError, which calls the setting by its name: anybody who reaches the port is an
-    ordinary peer, so other machines must not unless somebody has said so.
+    Raises ConfigError, which calls the setting by its name. There is no way around it: on a network
+    blocks are read by whoever listens, and written by whoever likes.
     """
     parts = urlsplit(address)
     try:
@@ -198,11 +193,11 @@ def tcp_address(
             f"setting {setting} names {parts.hostname!r}, which is no address",
             "write one of this machine's, for example 127.0.0.1",
         )
-    if not insecure and not _is_loopback(host):
+    if not guarded and not is_loopback(host):
         raise ConfigError(
-            f"setting {setting} names {parts.hostname}, which other machines may reach, and TCP "
-            "knows no passwords",
-            "listen on 127.0.0.1, ::1 or localhost, or set insecure too",
+            f"setting {setting} names {parts.hostname}, which other machines may reach, without "
+            "encryption or without a token",
+            "set tls_certificate and token_file too, or listen on 127.0.0.1, ::1 or localhost",
         )
     return host, port
 
@@ -213,14 +208,12 @@ def _is_address(host: str) -> bool:
     return False
 
 
-def _is_loopback(host: str) -> bool:
-    return _is_address(host) and ipaddress.ip_address(host).is_loopback
-
-
 # -- systemd --------------------------------------------------------------------------------------
 
 
-def inherited_listeners(environ: MutableMapping[str, str]) -> list[tuple[str, socket.socket]]:
+def inherited_listeners(
+    environ: MutableMapping[str, str], *, guarded: bool = False
+) -> list[tuple[str, socket.socket]]:
     """Return the listening sockets that systemd opened for us (LISTEN_FDS) with their names
     (FileDescriptorName=, else empty), and forget them there.
 
@@ -230,28 +223,33 @@ def inherited_listeners(environ: MutableMapping[str, str]) -> list[tuple[str, so
     if values[0] != str(os.getpid()) or not values[1].isdecimal():
         return []
     names = itertools.chain(values[2].split(":"), itertools.repeat(""))
-    return list(zip(names, _adopt(int(values[1])), strict=False))
+    numbers = range(_FIRST_DESCRIPTOR, _FIRST_DESCRIPTOR + int(values[1]))
+    return [
+        # Monitoring speaks plain HTTP, so it stays on this machine whatever guards the clients.
+        (name, _adopt(number, guarded=guarded and name != ADMIN))
+        for number, name in zip(numbers, names, strict=False)
+    ]
 
 
-def _adopt(count: int) -> Iterator[socket.socket]:
-    for descriptor in range(_FIRST_DESCRIPTOR, _FIRST_DESCRIPTOR + count):
-        try:
-            os.set_inheritable(descriptor, False)
-            sock = socket.socket(fileno=descriptor)
-            listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        except OSError as error:
-            raise ConfigError(
-                f"descriptor {descriptor} of LISTEN_FDS is no socket: {error.strerror}",
-                "correct the socket unit",
-            ) from None
-        if sock.type != socket.SOCK_STREAM or not listening or not _is_ours(sock):
-            raise ConfigError(
-                f"descriptor {descriptor} of LISTEN_FDS is no stream socket of this machine",
-                "use ListenStream= with a path or a loopback address",
-            )
-        sock.setblocking(False)
-        yield sock
+def _adopt(descriptor: int, *, guarded: bool) -> socket.socket:
+    try:
+        os.set_inheritable(descriptor, False)
+        sock = socket.socket(fileno=descriptor)
+        listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    except OSError as error:
+        raise ConfigError(
+            f"descriptor {descriptor} of LISTEN_FDS is no socket: {error.strerror}",
+            "correct the socket unit",
+        ) from None
+    if sock.type != socket.SOCK_STREAM or not listening or not (guarded or _is_ours(sock)):
+        raise ConfigError(
+            f"descriptor {descriptor} of LISTEN_FDS is no stream socket of this machine",
+            "use ListenStream= with a path or a loopback address; clients on other machines need "
+            "tls_certificate and token_file",
+        )
+    sock.setblocking(False)
+    return sock
 
 
 def _is_ours(sock: socket.socket) -> bool:
-    return sock.family == socket.AF_UNIX or _is_loopback(str(sock.getsockname()[0]))
+    return sock.family == socket.AF_UNIX or is_loopback(str(sock.getsockname()[0]))

@@ -85,6 +85,7 @@ class Request:
         Takes the descriptors over. Raises Gone.
         """
         self.descriptors, descriptors[:] = descriptors.copy(), []
+        await wire.skip(self.frame.header_bytes - protocol.HEADER_BYTES)
         self.meta = protocol.Meta(await wire.take(self.frame.meta_bytes))
         unread = self.frame.payload_bytes
         try:

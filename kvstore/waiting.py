@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvstore.exchange import Connection, Pending
+    from kvstore.tls import Encrypted
 
 T = TypeVar("T")
 
@@ -31,16 +32,23 @@ class Address(NamedTuple):
 
     path: str
     port: int = 0
+    tls: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Read ``/path/to/socket`` or ``tcp://HOST:PORT``. Raises UsageError."""
-        if not text.startswith("tcp://"):
+        """Read ``/path/to/socket``, ``tls://HOST:PORT`` or, unencrypted, ``tcp://HOST:PORT``.
+
+        Raises UsageError.
+        """
+        scheme, found, place = text.partition("://")
+        if scheme not in ("tcp", "tls") or not found:
             return cls(text.removeprefix("unix://"))
-        host, _, port = text[len("tcp://") :].rpartition(":")
+        host, _, port = place.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise errors.UsageError(f"address {text} is not understood", "write tcp://HOST:PORT")
-        return cls(host.strip("[]"), int(port))
+            raise errors.UsageError(
+                f"address {text} is not understood", f"write {scheme}://HOST:PORT"
+            )
+        return cls(host.strip("[]"), int(port), scheme == "tls")
 
     def socket(self) -> tuple[socket.socket, str | tuple[str, int]]:
         """Return a new socket and what to connect it to."""
@@ -66,6 +74,9 @@ class Port(Protocol):
 
     async def connect(self, address: Address, limit: float) -> socket.socket:
         """Return a connected socket. Raises OSError: BlockingIOError when the queue is full."""
+
+    async def handshake(self, sock: Encrypted, limit: float) -> None:
+        """Agree on keys. Raises OSError."""
 
     def attach(self, connection: Connection) -> None:
         """Take care of a new connection."""
@@ -139,6 +150,10 @@ class Threads:
             sock.close()
             raise
         return sock
+
+    async def handshake(self, sock: Encrypted, limit: float) -> None:
+        sock.settimeout(max(limit - time.monotonic(), 0.001))
+        sock.do_handshake()
 
     def attach(self, connection: Connection) -> None:
         self._turns[connection] = Turns()

@@ -15,6 +15,8 @@ import select
 import socket
 from typing import TYPE_CHECKING
 
+from kvstore.tls import Encrypted
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -40,6 +42,17 @@ class Wire:
         self._loop = asyncio.get_running_loop()
         self._between: asyncio.Future[None] | None = None
         self._ended = False
+
+    async def encrypt(self) -> None:
+        """Agree on keys with the client, where the socket is encrypted. Raises Gone."""
+        if not isinstance(self._sock, Encrypted):
+            return
+        limit = self._loop.time() + self._patience
+        try:
+            while events := self._sock.advance():
+                await (self._readable if events & select.POLLIN else self._writable)(limit)
+        except OSError as error:
+            raise Gone(f"no encryption was agreed on: {error}") from error
 
     # -- in ---------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from kvstore.backends.filesystem import FilesystemEngine
 from kvstore.errors import EngineError, KVStoreError
+from kvstore.guard import GuardFiles
 from kvstore.opening import Options
 from kvstore.server import ServerOptions, serve
 from kvstore.store import Store
@@ -69,7 +70,9 @@ def main() -> int:
     late = {name: settings.pop(name) for name in ("write", "max_dirty_age") if name in settings}
     options = Options(capacity=256 << 20, min_free=0, memory_bytes=memory, **late)
     try:
-        return serve(ServerOptions(folder / "kv.sock", folder / "store", options, **settings))
+        guard = GuardFiles(**settings.pop("guard", {}))
+        place = folder / "kv.sock", folder / "store"
+        return serve(ServerOptions(*place, options, guard=guard, **settings))
     except KVStoreError as error:
         print(error, file=sys.stderr)
         return error.exit_code

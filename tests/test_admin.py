@@ -65,7 +65,7 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def answering(place: Path) -> Iterator[Admin]:
-    doors = Doors({}, place.with_name("kv.sock"), None, None, str(place), insecure=False)
+    doors = Doors({}, place.with_name("kv.sock"), None, None, str(place))
     assert doors.admin is not None
     assert place.stat().st_mode & 0o777 == 0o600
     opened = Admin(doors.admin)

@@ -13,6 +13,7 @@ from kvstore import config, node
 from kvstore.commands.daemon import serve
 from kvstore.config import MIB, Source, parse_duration, parse_size
 from kvstore.errors import ConfigError
+from kvstore.guard import GuardFiles
 from kvstore.regions import DEFAULT_REGION_BYTES
 from kvstore.server import ServerOptions
 
@@ -138,7 +139,7 @@ def test_settings_are_frozen() -> None:
         ('max_client_regions = "63MiB"', "less than 64 MiB", "at least 64MiB"),
         ("max_regions = 0", "less than 64 MiB", "at least 64MiB"),
         ("max_requests = 0", "setting max_requests", "correct it"),
-        ('insecure = "perhaps"', "setting insecure", "true or false"),
+        ('token_file = "token"', "setting token_file", "absolute"),
         ("listen = 7700", "setting listen", "correct it"),
         ("workers = 0", "setting workers", "correct it"),
         ('workers = "many"', "setting workers", "correct it"),
@@ -258,8 +259,10 @@ def test_filesystem_is_found_for_a_place_that_is_not_there_yet(tmp_path: Path) -
 def test_the_server_has_the_same_defaults() -> None:
     own = {field.name: field.default for field in dataclasses.fields(ServerOptions)}
     settings = config.load({}, {}).settings
-    for name in own.keys() - {"socket", "store", "options"}:
+    for name in own.keys() - {"socket", "store", "options", "guard"}:
         assert getattr(settings, name) == own[name], name
+    guard = dataclasses.asdict(GuardFiles())
+    assert guard == {name: getattr(settings, name) for name in guard}
     assert config._LEAST["max_regions"] == config._LEAST["max_client_regions"]
     assert config._LEAST["max_client_regions"] == DEFAULT_REGION_BYTES
 

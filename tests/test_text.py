@@ -101,7 +101,7 @@ def test_label_and_hints_of_a_put_are_text(daemon: Bare) -> None:
         (["serve", "--check-only", "--workers", BYTES], 13),
         (["serve", "--check-only", "--memory", BYTES], 13),
         (["serve", "--check-only", "--admin-group", BYTES], 13),
-        (["serve", "--check-only", "--listen", b"tcp://\xff:1", "--insecure"], 13),
+        (["serve", "--check-only", "--listen", b"tcp://\xff:1"], 13),
     ],
 )
 def test_bytes_that_are_no_text_are_refused_by_the_command(

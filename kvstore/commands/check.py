@@ -131,7 +131,7 @@ def fsck(
     if quick and verify_data is not None:
         raise UsageError("--quick reads no payloads", "drop it, or --verify-data")
     options = _options(quick, verify_data, max_duration, engine_timeout)
-    path = call.path("store", argument or store)
+    path = call.store(argument or store)
     become_owner(path)
     return _Run(call, path, options, Path(quarantine) if quarantine else None).run(
         repair=repair, dry_run=dry_run, yes=yes

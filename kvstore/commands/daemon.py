@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvstore.config import Loaded
+    from kvstore.guard import GuardFiles
     from kvstore.server import ServerOptions
 
 LEFT_TO_THE_STORE = ("engine", "capacity", "min_free")
@@ -64,16 +65,17 @@ def _setting(name: str, metavar: str, text: str, section: str = "Options") -> Ca
 @click.option("--check-only", is_flag=True, help="Check the settings and stop.")
 @_setting("socket-group", "GROUP", "Its members may connect.", ACCESS)
 @_setting("admin-group", "GROUP", "Its members may do everything.", ACCESS)
-@_setting("listen", "tcp://HOST:PORT", "Serve TCP too; it knows no passwords.", ACCESS)
-@_setting("admin", "tcp://HOST:PORT|PATH", "Answer monitoring over HTTP, to this machine.", ACCESS)
-@click.option(
-    "--insecure",
-    cls=Option,
-    section=ACCESS,
-    is_flag=True,
-    default=None,
-    help="Allow --listen where other machines connect.",
+@_setting(
+    "listen",
+    "tcp://HOST:PORT",
+    "Serve TCP too; beyond this machine only with TLS and a token.",
+    ACCESS,
 )
+@_setting("admin", "tcp://HOST:PORT|PATH", "Answer monitoring over HTTP, to this machine.", ACCESS)
+@_setting("tls-certificate", "FILE", "Encrypt TCP, with this certificate (PEM).", ACCESS)
+@_setting("tls-key", "FILE", "Its private key, if in another file.", ACCESS)
+@_setting("tls-client-ca", "FILE", "Clients by TCP need a certificate from there.", ACCESS)
+@_setting("token-file", "FILE", "Clients by TCP must know what it holds.", ACCESS)
 @_setting("max-clients", "N", "Connections at a time.", LIMITS)
 @_setting("max-requests", "N", "Requests of a client at a time.", LIMITS)
 @_setting("max-client-bytes", "SIZE", "Memory of a client's requests.", LIMITS)
@@ -113,18 +115,29 @@ def serve(call: Call, /, check_only: bool, **flags: str | bool | None) -> int:
 
 
 def check_access(loaded: Loaded) -> None:
-    """Refuse groups and addresses that this machine cannot have, before anything is begun."""
+    """Refuse groups and addresses that this machine cannot have, and certificates and tokens that
+    cannot be used, before anything is begun."""
     from kvstore.peers import group_id
     from kvstore.sockets import tcp_address
 
     settings, origins = loaded.settings, loaded.origins
     for name in ("socket_group", "admin_group"):
         group_id(getattr(settings, name), f"{name} ({origins[name]})")
+    guard = _guard_files(loaded).read()
     if settings.listen is not None:
         where = f"listen ({origins['listen']})"
-        tcp_address(settings.listen, insecure=settings.insecure, setting=where)
+        tcp_address(settings.listen, guarded=guard.complete, setting=where)
     if settings.admin is not None and not settings.admin.startswith("/"):
         tcp_address(settings.admin, setting=f"admin ({origins['admin']})")
+
+
+def _guard_files(loaded: Loaded) -> GuardFiles:
+    from kvstore.guard import GuardFiles
+
+    settings = loaded.settings
+    return GuardFiles(
+        settings.tls_certificate, settings.tls_key, settings.tls_client_ca, settings.token_file
+    )
 
 
 def _make_socket_folder(loaded: Loaded) -> None:
@@ -219,7 +232,7 @@ def _server_options(loaded: Loaded) -> ServerOptions:
         drain_timeout=settings.drain_timeout,
         listen=settings.listen,
         admin=settings.admin,
-        insecure=settings.insecure,
+        guard=_guard_files(loaded),
         socket_group=settings.socket_group,
         admin_group=settings.admin_group,
         max_requests=settings.max_requests,

@@ -64,19 +64,26 @@ class Call:
         """Return flags for ``config.load``: the global ones and those of the command."""
         return {"config": self.config, "socket": self.socket, **settings}
 
-    def path(self, name: str, value: str | None = None) -> Path:
-        """Return the setting ``store`` or ``socket`` without judging the other settings."""
+    def store(self, value: str | None = None) -> Path:
+        """Return the setting ``store``, which may be given, without judging the other settings."""
         from kvstore import config
 
-        flags = self.flags() if value is None else self.flags(**{name: value})
-        return config.load_path("socket" if name == "socket" else "store", flags)
+        return config.load_path("store", self.flags() if value is None else self.flags(store=value))
+
+    def new_client(self) -> Client:
+        """Return a client of the daemon: at its socket, or at an address like tls://HOST:PORT in
+        its place, which flag and environment may name."""
+        from kvstore import config
+        from kvstore.client import Client
+
+        named = self.socket or os.environ.get(config.variable("socket")) or ""
+        address = named if "://" in named else str(config.load_path("socket", self.flags()))
+        return Client(address, timeout=CLIENT_TIMEOUT)
 
     @contextmanager
     def client(self) -> Iterator[Client]:
         """Connect to the daemon. Raises DaemonUnavailable."""
-        from kvstore.client import Client
-
-        with Client(str(self.path("socket")), timeout=CLIENT_TIMEOUT) as client:
+        with self.new_client() as client:
             yield client
 
 
@@ -117,7 +124,7 @@ def global_options() -> list[click.Parameter]:
 
     return [
         option("--config", metavar="PATH", help="Configuration file (TOML)."),
-        option("--socket", metavar="PATH", help="Socket of the daemon."),
+        option("--socket", metavar="PATH", help="Socket of the daemon, or tls://HOST:PORT."),
         option("--json", is_flag=True, help="Results and errors as JSON."),
         option(
             "-q",

@@ -170,10 +170,7 @@ def _source(call: Call, path: str | None) -> Iterator[Source]:
 
 
 def _daemon(call: Call) -> Client | None:
-    from kvstore.client import Client
-    from kvstore.commands.frame import CLIENT_TIMEOUT
-
-    client = Client(str(call.path("socket")), timeout=CLIENT_TIMEOUT)
+    client = call.new_client()
     try:
         client.status()
     except DeadlineExceeded:
@@ -185,7 +182,7 @@ def _daemon(call: Call) -> Client | None:
 
 
 def _folder(call: Call, path: str | None) -> Path:
-    folder = call.path("store", path)
+    folder = call.store(path)
     become_owner(folder)
     return folder
 

@@ -154,7 +154,7 @@ def _store(call: Call, words: tuple[str, ...], store: str | None) -> Path:
     named = list(dict.fromkeys([*words, *([] if store is None else [store])]))
     if len(named) > 1:
         raise UsageError(f"two stores are named, {named[0]} and {named[1]}", "name one")
-    return call.path("store", next(iter(named), None))
+    return call.store(next(iter(named), None))
 
 
 def read_rate(text: str | None) -> int | None:

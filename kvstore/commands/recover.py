@@ -76,7 +76,7 @@ def recover(
     """
     if argument is not None and store is not None and argument != store:
         raise UsageError(f"two stores are named, {argument} and {store}", "name one")
-    path = call.path("store", store if argument is None else argument)
+    path = call.store(store if argument is None else argument)
     target = _elsewhere(path, new, "--to")
     keep = _elsewhere(path / "blocks", quarantine, "--quarantine")
     _become_owner(path, [] if dry_run else [one for one in (target, keep) if one is not None])
