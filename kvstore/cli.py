@@ -25,6 +25,7 @@ def main() -> NoReturn:
     if heeded:
         signal.signal(signal.SIGINT, _end_at_once)
     _fill_closed_descriptors()
+    _keep_to_ourselves()
     from kvstore.commands.tree import run
 
     try:
@@ -48,6 +49,23 @@ def _end_at_once(*_: object) -> NoReturn:
         )
     os.write(2, line.encode() + b"\n")
     os._exit(INTERRUPTED)
+
+
+def _keep_to_ourselves() -> None:
+    """Let neither files that we or libraries make, nor a core dump, show blocks to others: they are
+    prompts. Children inherit it.
+
+    The limit is 1 byte, where one may choose, since the kernel heeds 0 only for core dumps that are
+    files: a program that takes them (core(5), "Piping core dumps") is started all the same, but not
+    at 1, by which the kernel knows such a program itself (fs/coredump.c). PR_SET_DUMPABLE would do
+    it too, but also lock everybody but root out of /proc/PID, where deleted files are saved from.
+    """
+    import resource
+
+    os.umask(0o077)
+    hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+    limit = 0 if hard == 0 else 1
+    resource.setrlimit(resource.RLIMIT_CORE, (limit, limit))
 
 
 def _fill_closed_descriptors() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
 from typing import TYPE_CHECKING
 
 from kvstore.errors import (
+    ConfigError,
     CorruptStore,
     EngineError,
     KVStoreError,
@@ -40,6 +42,34 @@ def translate(error: OSError, doing: str) -> KVStoreError:
     if error.errno in _FULL:
         return StoreFull(message, "free some space on the filesystem")
     return EngineError(message, "look at the kernel log for errors of the device")
+
+
+def check_private(descriptor: int, path: Path) -> None:
+    """Refuse a directory to write in, and directories in it, in which others may plant or exchange
+    files: those of other users, root apart, and those that group or world may write.
+
+    Raises ConfigError, OSError. Links are not looked behind: nobody follows them.
+    """
+    _check_private(os.fstat(descriptor), path)
+    for name in os.listdir(descriptor):
+        with contextlib.suppress(FileNotFoundError):
+            found = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+            if stat.S_ISDIR(found.st_mode):
+                _check_private(found, path / name)
+
+
+def _check_private(found: os.stat_result, path: Path) -> None:
+    if found.st_uid not in (0, os.geteuid()):
+        raise ConfigError(
+            f"{path} belongs to user {found.st_uid}, who could put links in our way",
+            "run as that user, or give the store to the one that runs",
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(
+            f"others may write in {path} (mode {stat.S_IMODE(found.st_mode):04o}): blocks would "
+            "be theirs to read or exchange",
+            f"run chmod go-w {path}",
+        )
 
 
 def sync_directory(directory: Path) -> None:

@@ -383,6 +383,11 @@ def _check_empty(path: Path) -> None:
     names = set(os.listdir(path)) - {_LOST_AND_FOUND}
     if STORE_FILE in names:
         raise StoreExists(f"there is already a store at {path}", "open it, or choose another place")
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        files.check_private(descriptor, path)
+    finally:
+        os.close(descriptor)
     if names and _is_unfinished(path, names):
         # A creation was interrupted before STORE.json, which makes it a store: begin anew.
         for part in (BLOCKS, NAMESPACES, INCOMING, QUARANTINE):

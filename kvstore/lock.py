@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from kvstore import files
-from kvstore.errors import StoreLocked, StoreNotFound
+from kvstore.errors import ConfigError, StoreLocked, StoreNotFound
 
 _COMMAND_LENGTH = 120
 
@@ -32,17 +32,23 @@ class Lock:
         """Take the lock at once or raise StoreLocked, which says who holds it.
 
         A shared lock needs nothing but read access, so that a store on a read-only mount can be
-        inspected. Raises PermissionDenied, ReadOnly, StoreNotFound, EngineError.
+        inspected. Whoever may write wants a directory that nobody else may write in.
+        Raises ConfigError, PermissionDenied, ReadOnly, StoreNotFound, EngineError.
         """
         if self._descriptor >= 0:
             raise StoreLocked(f"this process already holds the lock of {self._store}", "release it")
         try:
             self._descriptor = self._open()
+            if exclusive:
+                files.check_private(self._descriptor, self._store)
             self._text = self._open_text(exclusive)
             self._take(exclusive)
         except OSError as error:
             self.release()
             raise files.translate(error, f"lock {self._path}") from error
+        except ConfigError:
+            self.release()
+            raise
         self._exclusive = exclusive
         if exclusive:
             self._sign()

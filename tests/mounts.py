@@ -37,6 +37,8 @@ def mounted(folder: Path, kind: str, options: str = "", image_mib: int = 0) -> I
             file.truncate(image_mib << 20)
         _run(f"mkfs.{kind}", "-q", str(image))
         source, options = str(image), f"loop,{options}".rstrip(",")
+    if kind == "tmpfs":  # which is everybody's otherwise, and no place for a store
+        options = f"mode=700,{options}".rstrip(",")
     _run("mount", "-t", kind, *(("-o", options) if options else ()), source, str(point))
     try:
         yield point
