@@ -11,6 +11,7 @@ from statistics import median
 import pytest
 
 import kvstore
+from tests.unsafe import unsafe
 
 PACKAGE = Path(kvstore.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -19,7 +20,16 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_MEDIAN_LINES = 10
 ENDS_THE_PROCESS = {"sys.exit", "SystemExit", "exit", "quit"}
-UNSAFE = {"pickle", "marshal", "shelve", "eval", "exec"}
+MAY_USE = {
+    # vLLM's default hash of keys is one of pickled bytes; nothing reads them back.
+    "keys.py": {"pickle", "pickle.dumps"},
+    # Engines tested by several processes, which are children of the test.
+    "testing/processes.py": {
+        *("multiprocessing", "multiprocessing.get_context"),
+        "multiprocessing.connection.Connection",
+        *("ProcessPoolExecutor", "concurrent.futures.ProcessPoolExecutor"),
+    },
+}
 EMPTY_WORDS = ("Manager", "Helper", "Util", "Handler")
 
 
@@ -73,7 +83,8 @@ def test_only_the_command_line_ends_the_process(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=NAMES)
 def test_nothing_is_unpickled_or_evaluated(path: Path) -> None:
-    assert not used_names(path) & UNSAFE
+    allowed = MAY_USE.get(str(path.relative_to(PACKAGE)), frozenset())
+    assert unsafe(path.read_text(), allowed) == []
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=NAMES)
