@@ -45,6 +45,19 @@ _MAX_NUMBERS = 1 << 16
 _SUFFIX = ".json"
 PRIVATE = "private"
 """The field of a record that, if 1, keeps the namespace to its owner and administrators."""
+OWNER = "owner"
+"""The field of a private record that holds the number of its user: so everybody has private
+namespaces of his own, and whoever makes one cannot learn from it whether others have such a one."""
+
+
+def is_private(record: NamespaceRecord) -> bool:
+    return record.get(PRIVATE) == 1
+
+
+def owner_of(record: NamespaceRecord) -> int | None:
+    """Return the user whom a private record names; None for others, and where it names none."""
+    owner = record.get(OWNER)
+    return owner if is_private(record) and type(owner) is int else None
 
 
 @dataclass(eq=False, slots=True)
@@ -144,7 +157,7 @@ class Namespaces:
     def open(self, record: NamespaceRecord, create: bool, owner: int | None = None) -> Namespace:
         """Return the namespace of a full record, making it durably with ``create``.
 
-        A private one is then ``owner``'s; one whose file was damaged has no owner any more.
+        A private one is then ``owner``'s.
 
         Whoever has the record restores a damaged file by this. Raises UnknownNamespace, InvalidKey
         (a record that has no canonical form), StoreFull (too many, or the disk), ReadOnly,
@@ -171,13 +184,14 @@ class Namespaces:
                 f"the store has {MAX_NAMESPACES} namespaces, no more are allowed",
                 "use one of them, or another store",
             )
-        owner = owner if record.get(PRIVATE) == 1 else None
+        owner = owner if is_private(record) else None
         self._write(identity, record, None, owner)
         return self._add(identity, record, owner)
 
     def _restore(self, namespace: Namespace, record: NamespaceRecord) -> None:
         """Believe a record whose id is that of a damaged file, and try to write the file again."""
         namespace.record = record
+        namespace.owner = owner_of(record)
         try:
             self._write(namespace.id, record, namespace.key_length, namespace.owner)
         except KVStoreError as error:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.errors import ConfigError, PermissionDenied
-from kvstore.namespaces import PRIVATE
+from kvstore.namespaces import OWNER, is_private
 from kvstore.protocol import Op
 
 if TYPE_CHECKING:
@@ -59,9 +59,26 @@ class Peer:
             return True
         return self.uid is not None and namespace.owner == self.uid
 
+    def own(self, record: NamespaceRecord, *, create: bool) -> dict[str, object]:
+        """Return the record under which the namespace that this peer means is kept: a private one
+        names its owner, who is this peer unless the record says otherwise.
 
-def is_private(record: NamespaceRecord) -> bool:
-    return record.get(PRIVATE) == 1
+        Raises PermissionDenied for a network peer that wants to make one, whether others have or
+        not.
+        """
+        if not is_private(record) or OWNER in record:
+            return dict(record)
+        if self.uid is None and create:
+            raise PermissionDenied(
+                "a private namespace belongs to a user, and a network peer is none",
+                "use the Unix socket",
+            )
+        return dict(record) if self.uid is None else {**record, OWNER: self.uid}
+
+    def may_own(self, record: NamespaceRecord) -> bool:
+        """Tell whether this peer may make a namespace of this record."""
+        mine = self.uid is not None and record.get(OWNER) == self.uid
+        return not is_private(record) or self.administrator or mine
 
 
 def peer_of(sock: socket.socket, admin_gid: int | None) -> Peer:

@@ -18,7 +18,7 @@ from kvstore.errors import Busy, PermissionDenied, UnknownNamespace, UsageError
 from kvstore.feed import FEEDS, Feed
 from kvstore.keys import MAX_BLOCK_BYTES, namespace_id
 from kvstore.mapped import MAX_REGIONS, map_region
-from kvstore.peers import is_private
+from kvstore.namespaces import owner_of
 from kvstore.protocol import INLINE, Flag, Op
 from kvstore.reading import SLICE_KEYS, Reading, Targets
 from kvstore.underway import put_fields
@@ -96,8 +96,6 @@ async def open_namespace(request: Request) -> None:
         raise UsageError("a namespace is opened by its record", "send a JSON object")
     store = await request.store()
     namespace = await _find(request, store, wanted, create=bool(asked.get("create")))
-    if not request.connection.peer.may_open(namespace):
-        raise _unknown(wanted)
     answer = {
         "handle": request.connection.open(namespace),
         "id": namespace.id.hex(),
@@ -109,18 +107,17 @@ async def open_namespace(request: Request) -> None:
 async def _find(
     request: Request, store: Store, wanted: dict[str, Any], *, create: bool
 ) -> Namespace:
-    namespaces, uid = store.core.namespaces, request.connection.peer.uid
-    namespace = namespaces.by_id(namespace_id(wanted))
-    if namespace is not None:
-        return namespace
-    if not create:
+    namespaces, peer = store.core.namespaces, request.connection.peer
+    record = peer.own(wanted, create=create)
+    # As it was sent comes second: older stores keep owners beside the record.
+    for one in (record, wanted):
+        namespace = namespaces.by_id(namespace_id(one))
+        if namespace is not None and peer.may_open(namespace):
+            return namespace
+    if not create or not peer.may_own(record):
         raise _unknown(wanted)
-    if is_private(wanted) and uid is None:
-        raise PermissionDenied(
-            "a private namespace belongs to a user, and a network peer is none",
-            "use the Unix socket",
-        )
-    return await request.server.in_worker(lambda: namespaces.open(wanted, create=True, owner=uid))
+    owner = owner_of(record)
+    return await request.server.in_worker(lambda: namespaces.open(record, create=True, owner=owner))
 
 
 def _unknown(wanted: dict[str, Any]) -> UnknownNamespace:

@@ -8,8 +8,10 @@ FOLDER/frozen holds the event loop.
 
 from __future__ import annotations
 
+import grp
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -57,6 +59,14 @@ def freezing(folder: Path, tick: Callable[..., None]) -> Callable[..., None]:
     return wait_and_tick
 
 
+def become(user: int, group: str | None) -> None:
+    """Go on as another user; everything was imported that only root may read."""
+    if user:
+        os.setgroups([] if group is None else [grp.getgrnam(group).gr_gid])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+
+
 def main() -> int:
     folder, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
     logging.basicConfig(level=logging.DEBUG, format="%(message)s")
@@ -71,6 +81,7 @@ def main() -> int:
     options = Options(capacity=256 << 20, min_free=0, memory_bytes=memory, **late)
     try:
         guard = GuardFiles(**settings.pop("guard", {}))
+        become(settings.pop("user", 0), settings.get("socket_group"))
         place = folder / "kv.sock", folder / "store"
         return serve(ServerOptions(*place, options, guard=guard, **settings))
     except KVStoreError as error:

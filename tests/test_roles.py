@@ -146,17 +146,17 @@ def test_a_private_namespace_is_its_makers_alone(shared_daemon: Bare) -> None:
     with talker_as(shared_daemon, 1001, may_connect) as maker:
         handle = maker.namespace(SECRET).json["handle"]
         assert maker.put([key(3)], [b"hidden"], handle=handle).meta == b"\0"
-    others = [(1002, may_connect), (1002, may_connect)]
-    for (uid, group), create in zip(others, (True, False), strict=True):
-        with talker_as(shared_daemon, uid, group) as other:
-            reply = other.namespace(SECRET, create=create)
-            assert reply.error == "UnknownNamespace"
-            unknown = other.namespace({"name": "secret", "private": 1, "x": 1}, create=False)
-            assert unknown.error == reply.error, "no difference to one that is not there"
-            assert other.ask(Op.GET, key(3), handle=handle, **ONE).error == "UnknownNamespace"
+    mine: dict[str, object] = {**SECRET, "owner": 1001}
+    with talker_as(shared_daemon, 1002, may_connect) as other:
+        for create in (True, False):
+            assert other.namespace(mine, create=create).error == "UnknownNamespace"
+        assert other.namespace(SECRET, create=False).error == "UnknownNamespace"
+        assert other.ask(Op.GET, key(3), handle=handle, **ONE).error == "UnknownNamespace"
+        own = other.namespace(SECRET).json["handle"]
+        assert other.get([key(3)], handle=own) == [None], "one of his own"
     for uid, further in ((1001, (may_connect,)), (0, ()), (1002, (may_connect, may_do_all))):
         with talker_as(shared_daemon, uid, *further) as again:
-            handle = again.namespace(SECRET, create=False).json["handle"]
+            handle = again.namespace(mine, create=False).json["handle"]
             assert again.get([key(3)], handle=handle) == [b"hidden"]
 
 
@@ -180,7 +180,7 @@ def test_the_owner_is_remembered(tmp_path: Path) -> None:
             assert sorted(owner for owner in owners if owner is not None) == [1001]
             daemon.start()
             with talker_as(daemon, 1002, may_connect) as other:
-                assert other.namespace(SECRET).error == "UnknownNamespace"
+                assert other.namespace(SECRET, create=False).error == "UnknownNamespace"
                 assert not other.namespace({"name": "open"}, create=False).error
             with talker_as(daemon, 1001, may_connect) as maker:
                 assert not maker.namespace(SECRET, create=False).error
@@ -226,7 +226,10 @@ def test_tcp_carries_blocks_in_the_payload_and_nothing_else(tmp_path: Path) -> N
         with Talker(daemon.socket) as local:
             local.namespace(SECRET)
         with Talker(("127.0.0.1", port)) as talker:
-            assert talker.namespace(SECRET).error == "UnknownNamespace"
+            assert talker.namespace(SECRET, create=False).error == "UnknownNamespace"
+            assert talker.namespace(SECRET).error == "PermissionDenied", (
+                "whether it is there or not"
+            )
 
 
 def test_late_errors_are_told_to_those_who_may_hear_of_them(tmp_path: Path) -> None:
