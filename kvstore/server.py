@@ -30,7 +30,7 @@ from kvstore.metrics import Durations
 from kvstore.notify import Supervisor
 from kvstore.opening import Opening, Options
 from kvstore.peers import group_id, own_pidfd, peer_of
-from kvstore.sockets import Doors
+from kvstore.sockets import Doors, handed_over
 
 if TYPE_CHECKING:
     import socket
@@ -123,7 +123,7 @@ class Server:
         self.allowance = Allowance(self.settings.max_regions)
         self._admin_gid = group_id(self.settings.admin_group, "admin_group")
         self._opening = Opening(self.settings.store, self.settings.options)
-        self._opening.lock()
+        self._opening.lock(wait=handed_over(os.environ))
         try:
             doors = self._listen()
             self._watch_signals()

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from kvstore.errors import ConfigError, KVStoreError, PermissionDenied, StoreLocked
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, MutableMapping
+    from collections.abc import Iterator, Mapping, MutableMapping
 
 log = logging.getLogger(__name__)
 
@@ -220,17 +220,28 @@ def _is_loopback(host: str) -> bool:
 # -- systemd --------------------------------------------------------------------------------------
 
 
+def handed_over(environ: Mapping[str, str]) -> bool:
+    """Whether systemd opened sockets for us: whoever knocks there starts us, again and again.
+
+    A daemon that ended because its store is being checked would be started until systemd gives up
+    and closes the socket for good. So it must wait instead.
+    """
+    ours = environ.get("LISTEN_PID") == str(os.getpid())
+    return ours and environ.get("LISTEN_FDS", "").isdecimal()
+
+
 def inherited_listeners(environ: MutableMapping[str, str]) -> list[tuple[str, socket.socket]]:
     """Return the listening sockets that systemd opened for us (LISTEN_FDS) with their names
     (FileDescriptorName=, else empty), and forget them there.
 
     Raises ConfigError for one that is no listening stream socket of this machine.
     """
-    values = [environ.pop(name, "") for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")]
-    if values[0] != str(os.getpid()) or not values[1].isdecimal():
+    ours = handed_over(environ)
+    _, count, named = [environ.pop(f"LISTEN_{name}", "") for name in ("PID", "FDS", "FDNAMES")]
+    if not ours:
         return []
-    names = itertools.chain(values[2].split(":"), itertools.repeat(""))
-    return list(zip(names, _adopt(int(values[1])), strict=False))
+    names = itertools.chain(named.split(":"), itertools.repeat(""))
+    return list(zip(names, _adopt(int(count)), strict=False))
 
 
 def _adopt(count: int) -> Iterator[socket.socket]:
