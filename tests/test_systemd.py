@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvstore import config
 from tests.machine import Machine
 from tests.talk import eventually
 
@@ -223,6 +224,22 @@ def test_clients_who_knock_do_not_make_it_loop(spoiled: Machine) -> None:
     spoiled.run("cp /opt/saved /etc/kvstore/kvstore.toml")
     spoiled.run("systemctl reset-failed kvstore kvstore.socket; systemctl start kvstore")
     assert spoiled.run("kvstore get 00ff").stdout == "x"
+
+
+@pytest.mark.skipif(not hasattr(config, "LIVE"), reason="SIGHUP does not reload yet")
+def test_a_reload_changes_settings_and_drops_no_client(service: Machine) -> None:
+    file, pid = "/etc/kvstore/kvstore.toml", service.show("MainPID")
+    knocking = knock(service, 5)
+    service.run(f"cp {file} /opt/saved; echo 'capacity = \"3GiB\"' >>{file}")
+    service.run("systemctl reload kvstore")
+    wanted = f'"capacity_bytes": {3 << 30}'
+    assert eventually(lambda: wanted in service.run("kvstore status --json").stdout)
+    service.run(f"echo 'capacity = 1' >>{file}; systemctl reload kvstore")
+    assert service.shows("StatusText", "degraded: ")
+    service.run(f"cp /opt/saved {file}; systemctl reload kvstore")
+    assert service.shows("StatusText", "ready: ")
+    assert answers(knocking).keys() == {"hit"}
+    assert service.show("MainPID") == pid
 
 
 # -- monitoring -----------------------------------------------------------------------------------

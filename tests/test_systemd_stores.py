@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 
 import pytest
 
-from tests.machine import DISK, Machine
+from tests.machine import DISK, ROOT, Machine
 
 LONG = os.environ.get("PROMISES") == "long"
 STALL, WATCHDOG = (60, 30) if LONG else (5, 2)
@@ -87,6 +88,15 @@ def test_stores_know_nothing_of_each_other(stores: Machine) -> None:
     assert stores.run(f"{one} get {FIRST}").stdout == "x"
     assert stores.run(f"{other} get {FIRST}", check=False).returncode == 12
     stores.run(f"systemctl start {unit('lmdb')}")
+
+
+def test_a_store_has_metrics_of_its_own(stores: Machine) -> None:
+    """By the commands of docs/operations.md."""
+    page = (ROOT / "docs" / "operations.md").read_text()
+    (commands,) = re.findall(r"^```\n(sed [^`]*kvstore-admin[^`]*)^```", page, re.M)
+    stores.run(commands.replace("llama", "sqlite"))
+    ask = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:9471/metrics').read(300))"
+    assert 'engine="sqlite"' in stores.run(f'{PYTHON} -c "{ask}"').stdout
 
 
 def test_a_disk_that_hangs_does_not_get_the_daemon_killed(stores: Machine) -> None:
