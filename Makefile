@@ -5,12 +5,16 @@
 # make soak   mixed load with faults (SECONDS=3600 SEED=)
 # make matrix     what fsck makes of every kind of damage, for each engine
 # make promises   of data plane and engines, at their full size (1 h)
+# make boot       the service under a real systemd, every command with its answer (root)
+#
+# make install    program and units, as root (PREFIX=/usr/local DESTDIR= EXTRAS=rocksdb); then see
+#                 docs/operations.md. make uninstall leaves configuration and stores alone
 #
 # Needs Python 3.11 or later with venv and pip; everything else is fetched into .venv.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := venv
-.PHONY: venv lint test docs fuzz soak promises matrix run clean
+.PHONY: venv lint test docs fuzz soak promises matrix boot run install uninstall clean
 
 # Settings of the caller's Python must not leak into .venv, nor our own settings into the tests.
 unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
@@ -53,8 +57,9 @@ lint: venv
 	$(RUN) codespell_lib kvstore tests docs README.md Makefile
 
 # Tests with deadlines of their own run one after the other; all others two at a time.
-TIMED_TESTS := $(patsubst %,tests/test_%.py,capacity client data_plane fuzz_socket kill notify private_namespaces \
-	promises role_table roles server settle soak superblock_daemon systemd tls writer_late)
+TIMED_TESTS := $(patsubst %,tests/test_%.py,capacity client data_plane fuzz_socket kill notify \
+	private_namespaces promises role_table roles server settle soak superblock_daemon systemd \
+	systemd_stores tls writer_late)
 test: lint
 	$(RUN) pytest -n 2 $(addprefix --ignore=,$(TIMED_TESTS))
 	$(RUN) pytest $(TIMED_TESTS)
@@ -79,8 +84,45 @@ promises: venv
 matrix:
 	@cat tests/damage_matrix.md
 
+boot: venv
+	$(RUN) pytest -v -s tests/test_systemd.py tests/test_systemd_stores.py
+
 run: venv
 	$(BIN)/kvstore bench demo --model q3b --model q7b
+
+# The program gets an environment of its own, with a link where the units look for commands. The
+# scripts in it and its compiled files name the place where they will be, without DESTDIR.
+PREFIX ?= /usr/local
+PROGRAM := $(DESTDIR)$(PREFIX)/lib/kvstore
+UNITS := $(notdir $(wildcard systemd/*.service systemd/*.socket))
+DROP_INS := $(notdir $(wildcard systemd/*.conf))
+IN_PREFIX := $(UNITS:%=lib/systemd/system/%) $(DROP_INS:%=share/kvstore/%) \
+	lib/sysusers.d/kvstore.conf lib/tmpfiles.d/kvstore.conf
+
+install: PYTHON = /usr/bin/python3
+install:
+	@case "$(PREFIX)" in /usr | /usr/local) ;; *) echo "make: PREFIX is $(PREFIX), but systemd looks" \
+		"for units and commands below /usr and /usr/local only. Choose one of them." >&2; exit 1; esac
+	@python="$$(command -v "$$($(FIND_PYTHON))")"; case "$$(readlink -f "$$python")" in \
+		"" | /root/* | /home/*) echo "make: no Python 3.11 or later that a service may use (found:" \
+		"$${python:-none}). Set PYTHON to one outside of /root and /home." >&2; exit 1; esac; \
+	"$$python" -m venv "$(PROGRAM)"
+	"$(PROGRAM)/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile --upgrade \
+		'.$(EXTRAS:%=[%])'
+	"$(PROGRAM)/bin/python" -m compileall -q -s "$(DESTDIR)" "$(PROGRAM)/lib"
+	sed -i '1s|^#!.*|#!$(PREFIX)/lib/kvstore/bin/python|' "$(PROGRAM)/bin/kvstore"
+	install -d "$(DESTDIR)$(PREFIX)/bin"
+	ln -sfn ../lib/kvstore/bin/kvstore "$(DESTDIR)$(PREFIX)/bin/kvstore"
+	install -D -m 644 -t "$(DESTDIR)$(PREFIX)/lib/systemd/system" $(UNITS:%=systemd/%)
+	install -D -m 644 -t "$(DESTDIR)$(PREFIX)/share/kvstore" $(DROP_INS:%=systemd/%)
+	install -D -m 644 systemd/kvstore.sysusers "$(DESTDIR)$(PREFIX)/lib/sysusers.d/kvstore.conf"
+	install -D -m 644 systemd/kvstore.tmpfiles "$(DESTDIR)$(PREFIX)/lib/tmpfiles.d/kvstore.conf"
+	test -e "$(DESTDIR)/etc/kvstore/kvstore.toml" || \
+		install -D -m 644 systemd/kvstore.toml "$(DESTDIR)/etc/kvstore/kvstore.toml"
+
+uninstall:
+	cd "$(DESTDIR)$(PREFIX)" && rm -f bin/kvstore $(IN_PREFIX)
+	rm -rf "$(PROGRAM)"
 
 clean:
 	rm -rf .venv .demo dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

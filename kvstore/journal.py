@@ -140,8 +140,8 @@ class Journal:
         self._header = header
         self._descriptor = descriptor
         self._end = end
-        self._size = os.fstat(descriptor).st_size
         self._synced = 0
+        self._note_size()
         self._opened: Records = blank(0, Kind.OPEN)
         self._append_lock = threading.Lock()
         self._sync_lock = threading.Lock()
@@ -214,11 +214,12 @@ class Journal:
 
     @property
     def physical_bytes(self) -> int:
-        """What the file takes on the device, as ``du`` counts it."""
-        with self._append_lock:
-            if self._descriptor < 0:
-                return 0
-            return os.fstat(self._descriptor).st_blocks * 512
+        """What the file takes on the device, as ``du`` counts it. Never waits for the disk."""
+        return self._physical if self._descriptor >= 0 else 0
+
+    def _note_size(self) -> None:
+        found = os.fstat(self._descriptor)
+        self._size, self._physical = found.st_size, found.st_blocks * 512
 
     # -- writing ----------------------------------------------------------------------------------
 
@@ -280,7 +281,8 @@ class Journal:
                 raise
             os.close(self._descriptor)
             self._header, self._descriptor = fresh._header, fresh._descriptor
-            self._end, self._size, self._synced = fresh._end, fresh._size, 0
+            self._end, self._synced = fresh._end, 0
+            self._note_size()
 
     def close(self) -> None:
         """Let go of the file without syncing. May be called twice."""
@@ -337,7 +339,7 @@ class Journal:
             return
         try:
             _extend(self._descriptor, self._size, wanted)
-            self._size = wanted
+            self._note_size()
         except OSError as error:
             self._use_reserve(records, end, error)
 

@@ -89,7 +89,7 @@ class Lock:
             self.release()
             raise StoreLocked(
                 f"the store at {self._store} is in use by {holder}",
-                "ask the daemon that holds it, or stop it first",
+                "ask the daemon that holds it, or stop it first (with systemd: its socket unit)",
             ) from None
 
     def _holder(self) -> str:

@@ -29,6 +29,7 @@ from kvstore.errors import (
     EngineHung,
     KVStoreError,
     StoreFull,
+    StoreLocked,
     StoreNotFound,
 )
 from kvstore.index import Index, Rows
@@ -61,6 +62,8 @@ BOUNCE_BYTES = 128 << 20
 CAPACITY_SHARE = 0.5
 POPULATE_BYTES = 16 << 20
 UNLIMITED = 1 << 62
+LOCK_SECONDS = 0.5
+"""How often a store in use by somebody else is tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +162,21 @@ class Opening:
 
     # -- first step -------------------------------------------------------------------------------
 
-    def lock(self) -> None:
-        """Find or make the store, and lock it for this process."""
+    def lock(self, *, wait: bool = False) -> None:
+        """Find or make the store, and lock it for this process.
+
+        With ``wait`` a store in use by somebody else is no error: :meth:`open` waits for it.
+        """
+        try:
+            self._take()
+        except StoreLocked as error:
+            if not wait:
+                raise
+            if error.message != self.phase:
+                log.warning("waiting: %s", error.message)
+            self.phase = error.message
+
+    def _take(self) -> None:
         try:
             record = layout.read(self.path)
         except StoreNotFound:
@@ -185,6 +201,11 @@ class Opening:
             record, capacity_bytes=self.options.capacity or record.capacity_bytes
         )
 
+    def _wait_for_lock(self) -> None:
+        while self._lock is None and not self._cancelled:
+            time.sleep(LOCK_SECONDS)
+            self.lock(wait=True)
+
     def unlock(self) -> None:
         if self._lock is not None:
             self._lock.release()
@@ -208,8 +229,10 @@ class Opening:
 
     def open(self) -> Store | None:
         """Return the open store, or None after :meth:`cancel`."""
+        self._wait_for_lock()
+        if self._lock is None:
+            return None
         assert self._record is not None
-        assert self._lock is not None
         self.phase = "reading the journal"
         namespaces = Namespaces(self.path / layout.NAMESPACES)
         namespaces.load()

@@ -30,7 +30,7 @@ from kvstore.notify import Supervisor
 from kvstore.opening import Opening, Options
 from kvstore.peers import group_id, own_pidfd
 from kvstore.reception import Reception
-from kvstore.sockets import Doors
+from kvstore.sockets import Doors, handed_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -121,7 +121,7 @@ class Server:
         admin_gid = group_id(self.settings.admin_group, "admin_group")
         self._reception = Reception(self, self._guard, admin_gid)
         self._opening = Opening(self.settings.store, self.settings.options)
-        self._opening.lock()
+        self._opening.lock(wait=handed_over(os.environ))
         try:
             doors = self._listen()
             self._watch_signals()

@@ -17,7 +17,7 @@ from kvstore.credentials import is_loopback
 from kvstore.errors import ConfigError, KVStoreError, PermissionDenied, StoreLocked
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping
+    from collections.abc import Mapping, MutableMapping
 
 log = logging.getLogger(__name__)
 
@@ -211,6 +211,16 @@ def _is_address(host: str) -> bool:
 # -- systemd --------------------------------------------------------------------------------------
 
 
+def handed_over(environ: Mapping[str, str]) -> bool:
+    """Whether systemd opened sockets for us: whoever knocks there starts us, again and again.
+
+    A daemon that ended because its store is being checked would be started until systemd gives up
+    and closes the socket for good. So it must wait instead.
+    """
+    ours = environ.get("LISTEN_PID") == str(os.getpid())
+    return ours and environ.get("LISTEN_FDS", "").isdecimal()
+
+
 def inherited_listeners(
     environ: MutableMapping[str, str], *, guarded: bool = False
 ) -> list[tuple[str, socket.socket]]:
@@ -219,11 +229,12 @@ def inherited_listeners(
 
     Raises ConfigError for one that is no listening stream socket of this machine.
     """
-    values = [environ.pop(name, "") for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")]
-    if values[0] != str(os.getpid()) or not values[1].isdecimal():
+    ours = handed_over(environ)
+    _, count, named = [environ.pop(f"LISTEN_{name}", "") for name in ("PID", "FDS", "FDNAMES")]
+    if not ours:
         return []
-    names = itertools.chain(values[2].split(":"), itertools.repeat(""))
-    numbers = range(_FIRST_DESCRIPTOR, _FIRST_DESCRIPTOR + int(values[1]))
+    names = itertools.chain(named.split(":"), itertools.repeat(""))
+    numbers = range(_FIRST_DESCRIPTOR, _FIRST_DESCRIPTOR + int(count))
     return [
         # Monitoring speaks plain HTTP, so it stays on this machine whatever guards the clients.
         (name, _adopt(number, guarded=guarded and name != ADMIN))

@@ -36,6 +36,7 @@ class SaveUse(Job):
 
     def __init__(self, core: Core) -> None:
         super().__init__()
+        self.done = False
         self._journal = core.journal
         rows = np.unique(np.concatenate(core.touched))
         core.touched.clear()
@@ -48,7 +49,7 @@ class SaveUse(Job):
         self._journal.append(self._records)
 
     def finish(self) -> None:
-        """Nothing was taken."""
+        self.done = True
 
 
 class Flush:
@@ -252,6 +253,7 @@ class Upkeep:
         self._checkpoint_at = 0.0
         self._retry_at: float | None = None
         self._measuring = False
+        self._saving: SaveUse | None = None
         self._evicting: Removal | None = None
 
     def tick(self, now: float) -> None:
@@ -266,8 +268,10 @@ class Upkeep:
             core.touched.clear()
             return
         core.late.tick(now)
-        if core.touched:
-            core.queue(SaveUse(core))
+        if core.touched and (self._saving is None or self._saving.done):
+            # One at a time: with a disk that hangs they would take all workers.
+            self._saving = SaveUse(core)
+            core.queue(self._saving)
         if self._checkpoint_due() and now >= self._checkpoint_at:
             self._checkpoint_at = now + CHECKPOINT_RETRY_SECONDS
             self.checkpoint_now()

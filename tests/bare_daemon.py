@@ -3,7 +3,7 @@
 ``python -m tests.bare_daemon FOLDER SETTINGS``: while the file FOLDER/shut is there, every read and
 write of the engine waits, after it has left its name (``get`` or ``put``) in FOLDER/inside; while
 FOLDER/broken is there, each of them fails. FOLDER/shut also holds a scan before its end, and
-FOLDER/frozen holds the event loop.
+FOLDER/frozen holds the event loop. FOLDER/hung holds whatever is appended to the journal.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 from kvstore.backends.filesystem import FilesystemEngine
 from kvstore.errors import EngineError, KVStoreError
 from kvstore.guard import GuardFiles
+from kvstore.journal import Journal
 from kvstore.opening import Options
 from kvstore.server import ServerOptions, serve
 from kvstore.store import Store
@@ -51,6 +52,14 @@ def slow_scan(folder: Path, scan: Callable[..., Iterator[Any]]) -> Callable[...,
     return go_on
 
 
+def hanging(folder: Path, write: Callable[..., None]) -> Callable[..., None]:
+    def wait_and_write(*arguments: Any) -> None:
+        wait_while(folder / "hung")
+        write(*arguments)
+
+    return wait_and_write
+
+
 def freezing(folder: Path, tick: Callable[..., None]) -> Callable[..., None]:
     def wait_and_tick(*arguments: Any) -> None:
         wait_while(folder / "frozen")
@@ -74,6 +83,8 @@ def main() -> int:
     engine.get_many_into = gated(folder, "get", engine.get_many_into)
     engine.put_many = gated(folder, "put", engine.put_many)
     engine.scan = slow_scan(folder, engine.scan)
+    journal: Any = Journal
+    journal._write = hanging(folder, journal._write)
     store: Any = Store
     store.tick = freezing(folder, store.tick)
     memory = settings.pop("memory", 64 << 20)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.command import Daemon
+from tests.machine import Machine, running
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +32,13 @@ def tidy(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
     yield
     for path in (tmp_path, *tmp_path_factory.getbasetemp().glob("machine*")):
         shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    """A booted machine with kvstore installed, one for all tests that want it."""
+    with running(tmp_path_factory.mktemp("booted")) as machine:
+        yield machine
 
 
 @pytest.fixture

@@ -252,6 +252,23 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
+def activated(daemon: Bare, *listeners: socket.socket) -> None:
+    """Start the daemon as systemd does: sockets from descriptor 3 on."""
+    moves = " ".join(f"{3 + n}<&{one.fileno()}" for n, one in enumerate(listeners))
+    script = (
+        f"exec {moves}; export LISTEN_PID=$$ LISTEN_FDS={len(listeners)}; "
+        f'exec "$0" -m tests.bare_daemon "$1" "{{}}"'
+    )
+    with (daemon.folder / "daemon.log").open("ab") as log:
+        daemon.process = subprocess.Popen(
+            ["bash", "-c", script, sys.executable, str(daemon.folder)],
+            cwd=ROOT,
+            stdout=log,
+            stderr=log,
+            pass_fds=[one.fileno() for one in listeners],
+        )
+
+
 def wait_ready(daemon: Daemon, place: Path | tuple[str, int] | None = None) -> None:
     """Wait until the daemon serves; by the socket alone, without our client."""
     limit = time.monotonic() + 30

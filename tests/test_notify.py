@@ -1,28 +1,24 @@
-"""What the service manager hears of a daemon, whatever the disk does; and the unit."""
+"""What the service manager hears of a daemon, whatever the disk does."""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from shutil import which
 
 import pytest
 
 from kvstore.client import Client
 from kvstore.notify import DRAIN_GRACE_SECONDS, Supervisor, describe
 from kvstore.sockets import unix_listener
-from tests.command import COMMAND, Daemon, run_command
+from tests.command import Daemon
 from tests.stores import block, key
 from tests.talk import Bare
 
-SYSTEMD = Path(__file__).parent.parent / "systemd"
 SILENCE = 1.0
 """Seconds after which the fake service manager would take the daemon for dead."""
 READY = {"state": "ready", "blocks": 1234, "live_bytes": 5 << 30, "capacity_bytes": 9 << 30}
@@ -242,6 +238,23 @@ def test_a_disk_that_hangs_does_not_get_the_daemon_killed(service: Bare, ear: Ea
         client.flush()
 
 
+def test_a_journal_that_hangs_keeps_neither_status_nor_memory_waiting(
+    service: Bare, ear: Ear
+) -> None:
+    service.launch()
+    ear.until("READY")
+    with Client(str(service.socket), timeout=2.0) as client:
+        client.put(key(1), block(1), ack="durable")
+        (service.folder / "hung").touch()
+        client.put(key(2), block(2))  # accepted: the writer waits for the journal
+        for _ in range(8):  # each leaves something to append
+            assert client.get(key(1)) == block(1)
+            assert "ready" in str(client.status()["state"])
+            assert_alive(ear.listen(SILENCE), SILENCE)
+        (service.folder / "hung").unlink()
+        client.flush()
+
+
 def test_an_event_loop_that_hangs_gives_no_signs(service: Bare, ear: Ear) -> None:
     service.launch()
     ear.until("READY")
@@ -276,64 +289,7 @@ def test_a_daemon_without_a_supervisor_opens_no_socket_for_it(daemon: Daemon) ->
     assert len(with_supervisor) <= 3  # the listener and asyncio's own pair
 
 
-# -- the files of the package ---------------------------------------------------------------------
-
-
-@pytest.fixture
-def unit(tmp_path: Path) -> Path:
-    """The unit with the command of these tests: systemd wants to see it."""
-    text = (SYSTEMD / "kvstore.service").read_text()
-    assert text.count("/opt/kvstore/bin/kvstore") == 1
-    path = tmp_path / "kvstore.service"
-    path.write_text(text.replace("/opt/kvstore/bin/kvstore", str(COMMAND)))
-    return path
-
-
-def analyze(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    tool = which("systemd-analyze")
-    if tool is None:
-        pytest.skip("no systemd-analyze")
-    return subprocess.run(
-        [tool, *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False
-    )
-
-
-def test_the_unit_is_valid(unit: Path) -> None:
-    """An unknown key is only a line on stderr, with exit code 0."""
-    done = analyze("verify", unit)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_the_unit_is_checked_for_what_it_says(unit: Path) -> None:
-    unit.write_text(unit.read_text().replace("WatchdogSec=", "WatchDogSec="))
-    assert "WatchDogSec" in analyze("verify", unit).stderr
-
-
-def test_the_unit_exposes_little(unit: Path) -> None:
-    done = analyze("security", "--offline=yes", "--threshold=10", "--no-pager", unit)
-    assert done.returncode == 0, done.stdout
-
-
-def test_the_page_has_the_exit_codes_of_serve(unit: Path) -> None:
-    page = (SYSTEMD.parent / "docs" / "operations.md").read_text()
-    told = dict(re.findall(r"^\| (\d+) \|.*\| (yes|no)\b", page, re.M))
-    shown = run_command("serve", "--help").text.split("EXIT STATUS")[1]
-    assert list(told) == re.findall(r"^ +(\d+) ", shown, re.M)
-    final = re.findall(r"^RestartPreventExitStatus=(.*)", unit.read_text(), re.M)[0].split()
-    assert {code for code, again in told.items() if again == "no"} == {"0", *final}
-
-
-def test_the_packaged_configuration_never_makes_a_store(tmp_path: Path) -> None:
-    text = (SYSTEMD / "kvstore.toml").read_text()
-    group = 'socket_group = "kvstore"\n'
-    assert group in text
-    file = tmp_path / "kvstore.toml"
-    file.write_text(text.replace(group, ""))  # this machine may not have the group
-    (tmp_path / "store").mkdir()
-    ran = run_command("--config", file, "serve", env={"STATE_DIRECTORY": str(tmp_path / "store")})
-    assert ran.code == 10
-    assert "kvstore create" in ran.stderr
-    assert list((tmp_path / "store").iterdir()) == []
+# -- under a unit that forbids much ----------------------------------------------------------------
 
 
 def test_a_group_that_is_right_is_not_changed(

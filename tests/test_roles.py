@@ -11,8 +11,6 @@ import signal
 import socket
 import stat
 import struct
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -29,7 +27,17 @@ from kvstore.protocol import Op
 from kvstore.service import MAX_PIN_SECONDS
 from kvstore.sockets import inherited_listeners, tcp_listener, unix_listener
 from tests.stores import block, key
-from tests.talk import ROOT, Bare, Shared, Talker, bare, eventually, free_port, head, wait_ready
+from tests.talk import (
+    Bare,
+    Shared,
+    Talker,
+    activated,
+    bare,
+    eventually,
+    free_port,
+    head,
+    wait_ready,
+)
 
 ONE = head([key(0)])
 SECRET: dict[str, object] = {"name": "secret", "private": 1}
@@ -343,23 +351,6 @@ def test_other_machines_may_come_where_tcp_is_guarded() -> None:
 
 
 # -- systemd --------------------------------------------------------------------------------------
-
-
-def activated(daemon: Bare, *listeners: socket.socket) -> None:
-    """Start the daemon as systemd does: sockets from descriptor 3 on."""
-    moves = " ".join(f"{3 + n}<&{one.fileno()}" for n, one in enumerate(listeners))
-    script = (
-        f"exec {moves}; export LISTEN_PID=$$ LISTEN_FDS={len(listeners)}; "
-        f'exec "$0" -m tests.bare_daemon "$1" "{{}}"'
-    )
-    with (daemon.folder / "daemon.log").open("ab") as log:
-        daemon.process = subprocess.Popen(
-            ["bash", "-c", script, sys.executable, str(daemon.folder)],
-            cwd=ROOT,
-            stdout=log,
-            stderr=log,
-            pass_fds=[one.fileno() for one in listeners],
-        )
 
 
 def test_sockets_of_systemd_are_served_and_stay(tmp_path: Path) -> None:

@@ -1,217 +1,264 @@
-"""The unit under a real systemd, in a container over this machine's own files.
+"""The service under a real systemd: its life, and what goes wrong in it.
 
-Installed as docs/operations.md says, except that the packages come from here and not from the net.
+Installed as docs/operations.md says. ``make boot`` shows every command with its answer.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
+import json
 import subprocess
-import sys
-import sysconfig
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from kvstore import config
+from tests.machine import Machine
 from tests.talk import eventually
 
-ROOT = Path(__file__).parent.parent
-BOOT_SECONDS = 60.0
-PACKAGES = ("click", "lmdb", "msgspec", "numpy", "plyvel", "prometheus_client", "tqdm", "xxhash")
-COMMAND = "#!/opt/kvstore/bin/python\nfrom kvstore.cli import main\n\nmain()\n"
-INSTEAD_OF_PIP = """set -e
-cp -a /opt/site/. /opt/kvstore/lib/python3.*/site-packages/
-install -m 755 /opt/command /opt/kvstore/bin/kvstore
+PYTHON = "/usr/local/lib/kvstore/bin/python"
+SOCKET = "/run/kvstore/kvstore.sock"
+KNOCKING = f"""
+import collections, json, sys, time
+from kvstore.client import Client
+from kvstore.errors import KVStoreError
+answers, end = collections.Counter(), time.monotonic() + float(sys.argv[1])
+while time.monotonic() < end:
+    try:
+        with Client("{SOCKET}", timeout=float(sys.argv[2])) as client:
+            answers["hit" if client.get(bytes.fromhex("00ff")) == b"x" else "miss"] += 1
+    except KVStoreError as error:
+        answers[type(error).__name__] += 1
+    time.sleep(0.02)
+print(json.dumps(answers))
 """
-OPEN_PRIVATE = """
+OPEN_PRIVATE = f"""
 import sys
 from kvstore.client import Client
-with Client("/run/kvstore/kvstore.sock") as client:
-    client.namespace({"name": "mine", "private": 1}, create=sys.argv[1] == "make")
+with Client("{SOCKET}") as client:
+    client.namespace({{"name": "mine", "private": 1}}, create=sys.argv[1] == "make")
 """
-NEEDED = ("systemd-nspawn", "nsenter", "mount", "umount")
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.slow,
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root"),
-    pytest.mark.skipif(not all(map(shutil.which, NEEDED)), reason=f"needs {', '.join(NEEDED)}"),
-]
+pytestmark = [pytest.mark.root, pytest.mark.slow]
 
 
-class Machine:
-    """A booted container; ``folder`` is where its overlay lies."""
-
-    def __init__(self, folder: Path) -> None:
-        self.root = folder / "over" / "root"
-        self._over = folder / "over"
-        self._log = (folder / "boot.log").open("wb")
-        self._nspawn: subprocess.Popen[bytes] | None = None
-        self._init = ""
-
-    def mount(self) -> bool:
-        """Lay an overlay over this machine's root; False where that is not allowed."""
-        self._over.mkdir()
-        if subprocess.run(["mount", "-t", "tmpfs", "none", self._over], check=False).returncode:
-            return False
-        for name in ("upper", "work", "root"):
-            (self._over / name).mkdir()
-        where = f"lowerdir=/,upperdir={self._over}/upper,workdir={self._over}/work"
-        command = ["mount", "-t", "overlay", "overlay", "-o", where, str(self.root)]
-        return subprocess.run(command, check=False, capture_output=True).returncode == 0
-
-    def boot(self) -> bool:
-        """Start it and wait until it is up; False where that does not work."""
-        flags = ["--register=no", "--keep-unit", "--private-network", "-q", "--console=pipe"]
-        self._nspawn = subprocess.Popen(
-            ["systemd-nspawn", *flags, "-D", self.root, "-b"],
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-        )
-        limit = time.monotonic() + BOOT_SECONDS
-        while time.monotonic() < limit and self._nspawn.poll() is None:
-            children = Path(f"/proc/{self._nspawn.pid}/task/{self._nspawn.pid}/children")
-            self._init = children.read_text().split(" ")[0]
-            if self._init and self.run("systemctl is-system-running").stdout.strip() in (
-                "running",
-                "degraded",
-            ):
-                return True
-            time.sleep(0.2)
-        return False
-
-    def run(self, script: str, check: bool = False) -> subprocess.CompletedProcess[str]:
-        """Run a script inside, as root."""
-        done = subprocess.run(
-            ["nsenter", "-t", self._init, "-a", "bash", "-e", "-c", script],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert not check or done.returncode == 0, done.stdout + done.stderr
-        return done
-
-    def show(self, name: str) -> str:
-        return self.run(f"systemctl show -P {name} kvstore").stdout.strip()
-
-    def close(self) -> None:
-        if self._nspawn is not None:
-            if self._init:
-                self.run("systemctl poweroff")
-            try:
-                self._nspawn.wait(20)
-            except subprocess.TimeoutExpired:
-                self._nspawn.kill()
-                self._nspawn.wait()
-        self._log.close()
-        for place in (self.root, self._over):
-            subprocess.run(["umount", place], check=False, capture_output=True)
-
-
-@pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    made = Machine(tmp_path_factory.mktemp("machine"))
-    try:
-        if not made.mount():
-            pytest.skip("overlays cannot be mounted here")
-        version = subprocess.run(
-            ["/usr/bin/python3", "-c", "import sys, venv; print(*sys.version_info[:2])"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if version.stdout.split() != [str(part) for part in sys.version_info[:2]]:
-            pytest.skip("the packages of this Python do not suit /usr/bin/python3")
-        if not made.boot():
-            pytest.skip("no container can be booted here")
-        _install(made)
-        yield made
-    finally:
-        made.close()
-
-
-def _install(machine: Machine) -> None:
-    opt, site = machine.root / "opt", Path(sysconfig.get_path("purelib"))
-    for path in site.iterdir():
-        if path.name.split(".")[0] in PACKAGES:
-            shutil.copytree(path, opt / "site" / path.name)
-    shutil.copytree(ROOT / "kvstore", opt / "site" / "kvstore")
-    shutil.copytree(ROOT / "systemd", opt / "checkout" / "systemd")
-    (opt / "command").write_text(COMMAND)
-    (opt / "instead-of-pip").write_text(INSTEAD_OF_PIP)
-    (opt / "open_private.py").write_text(OPEN_PRIVATE)
-    page = (ROOT / "docs" / "operations.md").read_text()
-    (script,) = re.findall(r"^```bash\n(.*?)^```", page, re.M | re.S)
-    for line, instead in (
-        ("-m venv /opt", "-m venv --without-pip /opt"),
-        ("/opt/kvstore/bin/pip install .", "bash /opt/instead-of-pip"),
-    ):
-        assert script.count(line) == 1
-        script = script.replace(line, instead)
-    machine.run(f"cd /opt/checkout\n{script}", check=True)
-    machine.run("useradd -G kvstore alice; useradd -G kvstore bob; useradd carol", check=True)
-
-
-def test_the_service_is_ready_and_keeps_others_out(machine: Machine) -> None:
-    assert machine.show("ActiveState") == "active"
-    assert machine.show("StatusText").startswith("ready: ")
-    status = "KVSTORE_SOCKET=/run/kvstore/kvstore.sock kvstore status"
-    machine.run(f"runuser -u alice -- env {status}", check=True)
-    assert "no permission" in machine.run(f"runuser -u carol -- env {status}").stderr
-
-
-def test_clients_are_told_apart_by_their_user(machine: Machine) -> None:
-    """PrivateUsers=yes would show all of them as one."""
-    command = "/opt/kvstore/bin/python /opt/open_private.py"
-    machine.run(f"runuser -u alice -- {command} make", check=True)
-    machine.run(f"runuser -u alice -- {command} open", check=True)
-    assert "UnknownNamespace" in machine.run(f"runuser -u bob -- {command} open").stderr
-
-
-def test_a_kill_is_followed_by_a_warm_restart_without_a_scan(machine: Machine) -> None:
-    machine.run("printf x | kvstore put 00ff -i - --wait", check=True)
-    before = int(machine.show("NRestarts"))
-    machine.run("systemctl kill -s KILL kvstore", check=True)
-    assert eventually(lambda: machine.show("NRestarts") == str(before + 1), 20)
-    assert eventually(lambda: machine.show("ActiveState") == "active", 20)
-    assert machine.run("kvstore get 00ff").stdout == "x"
-    assert "scanning the store" not in machine.run("journalctl -u kvstore -o cat").stdout
-
-
-def test_a_daemon_that_hangs_is_started_again(machine: Machine) -> None:
+@pytest.fixture
+def service(machine: Machine) -> Iterator[Machine]:
+    """The machine with its service running, and a block in it."""
     machine.run(
-        "mkdir -p /run/systemd/system/kvstore.service.d\n"
-        "printf '[Service]\\nWatchdogSec=2\\n' >/run/systemd/system/kvstore.service.d/soon.conf\n"
-        "systemctl daemon-reload; systemctl restart kvstore",
-        check=True,
+        "systemctl reset-failed 'kvstore*'; systemctl start kvstore\n"
+        "printf x | kvstore put 00ff -i - --durable"
     )
+    yield machine
+    machine.run("rm -rf /run/systemd/system/kvstore.service.d; systemctl daemon-reload")
+
+
+def knock(machine: Machine, seconds: float, patience: float = 0.5) -> subprocess.Popen[str]:
+    """Have a client ask for the block 00ff again and again, each time with so much patience."""
+    (machine.root / "opt" / "knock.py").write_text(KNOCKING)
+    return machine.begin(f"{PYTHON} /opt/knock.py {seconds} {patience}")
+
+
+def answers(knocking: subprocess.Popen[str]) -> dict[str, int]:
+    """Return what the client was answered, by kind, once it has ended."""
+    out, err = knocking.communicate(timeout=120)
+    print(f"the client that knocks: {out}{err}")
+    counted: dict[str, int] = json.loads(out)
+    return counted
+
+
+def drop_in(machine: Machine, settings: str) -> None:
+    """Change the unit until the end of the test."""
+    folder = "/run/systemd/system/kvstore.service.d"
+    lines = settings.replace("\n", "\\n")
+    machine.run(
+        f"mkdir -p {folder}; printf '{lines}\\n' >{folder}/test.conf; systemctl daemon-reload"
+    )
+
+
+# -- as installed ---------------------------------------------------------------------------------
+
+
+def test_the_units_are_valid_as_installed(machine: Machine) -> None:
+    folder = "/usr/local/lib/systemd/system"
+    found = machine.run(
+        f"cd {folder}; systemd-analyze verify {folder}/kvstore.service {folder}/kvstore.socket "
+        f"{folder}/kvstore@one.service {folder}/kvstore@one.socket {folder}/kvstore-admin.socket"
+    )
+    assert (found.stdout, found.stderr) == ("", "")
+
+
+def test_the_service_is_ready_and_keeps_others_out(service: Machine) -> None:
+    assert service.show("ActiveState") == "active"
+    assert service.show("StatusText").startswith("ready: ")
+    assert service.run(f"stat -c '%A %U %G' {SOCKET}").stdout.split()[0::2] == [
+        "srw-rw----",
+        "kvstore",
+    ]
+    status = f"env KVSTORE_SOCKET={SOCKET} kvstore status"
+    service.run(f"runuser -u alice -- {status}")
+    assert "no permission" in service.run(f"runuser -u carol -- {status}", check=False).stderr
+
+
+def test_clients_are_told_apart_by_their_user(service: Machine) -> None:
+    """PrivateUsers=yes would show all of them as one."""
+    (service.root / "opt" / "open_private.py").write_text(OPEN_PRIVATE)
+    command = f"{PYTHON} /opt/open_private.py"
+    service.run(f"runuser -u alice -- {command} make")
+    service.run(f"runuser -u alice -- {command} open")
+    refused = service.run(f"runuser -u bob -- {command} open", check=False)
+    assert "UnknownNamespace" in refused.stderr
+
+
+def test_the_service_reaches_nothing_but_its_store(service: Machine) -> None:
+    """Seen from inside of it, with all that root may: nothing else can be written."""
+    inside = f"nsenter -t {service.show('MainPID')} -m -n"
+    service.run(f"{inside} touch /var/lib/kvstore/x; {inside} rm /var/lib/kvstore/x")
+    for place in ("/etc/kvstore", "/usr/local/lib/kvstore", "/var", "/var/lib"):
+        refused = service.run(f"{inside} touch {place}/x", check=False)
+        assert "Read-only file system" in refused.stderr
+    assert service.run(f"{inside} cat /proc/net/dev").stdout.count(":") == 1  # lo, and nothing else
+    assert service.run(f"{inside} ls /root /home").stdout.split() == ["/home:", "/root:"]
+
+
+# -- ends and beginnings --------------------------------------------------------------------------
+
+
+def test_a_kill_is_followed_by_a_warm_restart_without_a_scan(service: Machine) -> None:
+    before = int(service.show("NRestarts"))
+    service.run("systemctl kill -s KILL kvstore")
+    assert service.run("kvstore get 00ff").stdout == "x"  # it waited at the socket
+    assert service.show("NRestarts") == str(before + 1)
+    assert service.shows("ActiveState", "active")
+    assert "scanning the store" not in service.run("journalctl -u kvstore -o cat").stdout
+
+
+def test_a_restart_turns_no_client_away(service: Machine) -> None:
+    knocking = knock(service, 4, patience=20)
+    service.run("systemctl restart kvstore; systemctl restart kvstore")
+    counted = answers(knocking)
+    # Nobody listens for a while, and yet all are answered but who was connected at the end.
+    assert set(counted) <= {"hit", "DaemonUnavailable"}
+    assert counted.get("DaemonUnavailable", 0) <= 2
+    assert counted["hit"] > 2
+
+
+def test_a_daemon_that_hangs_is_started_again_and_is_warm(service: Machine) -> None:
+    drop_in(service, "[Service]\nWatchdogSec=2")
+    service.run("systemctl restart kvstore")
     time.sleep(4)  # twice the time after which silence would be noticed
-    before = machine.show("NRestarts")
-    machine.run("kill -STOP $(systemctl show -P MainPID kvstore)", check=True)
-    assert eventually(lambda: machine.show("NRestarts") == str(int(before) + 1), 20)
-    assert eventually(lambda: machine.show("ActiveState") == "active", 20)
-    log = machine.run("journalctl -u kvstore -o cat").stdout
+    before = int(service.show("NRestarts"))
+    service.run("kill -STOP $(systemctl show -P MainPID kvstore)")
+    assert service.shows("NRestarts", str(before + 1))
+    assert service.run("kvstore get 00ff").stdout == "x"
+    log = service.run("journalctl -u kvstore -o cat -n 80").stdout
     assert "Failed with result 'watchdog'" in log
     assert "Current thread" in log
 
 
-def test_a_stop_is_clean(machine: Machine) -> None:
-    machine.run("printf y | kvstore put 00fe -i -", check=True)
-    machine.run("systemctl stop kvstore", check=True)
-    assert (machine.show("Result"), machine.show("ExecMainStatus")) == ("success", "0")
-    machine.run("systemctl start kvstore", check=True)
-    assert machine.run("kvstore get 00fe").stdout == "y"
+def test_a_stop_writes_what_is_in_memory_only(service: Machine) -> None:
+    service.run("printf y | kvstore put 00fe -i -; systemctl stop kvstore")
+    assert (service.show("Result"), service.show("ExecMainStatus")) == ("success", "0")
+    service.run("systemctl start kvstore")
+    assert service.run("kvstore get 00fe").stdout == "y"
 
 
-def test_a_start_that_cannot_succeed_is_not_repeated(machine: Machine) -> None:
-    machine.run("systemctl stop kvstore; echo 'capacity = 1' >>/etc/kvstore/kvstore.toml")
-    assert machine.run("systemctl start kvstore").returncode != 0
-    time.sleep(1.5)
-    assert machine.show("ExecMainStatus") == "13"
-    assert machine.show("ActiveState") == "failed"
+def test_stopping_the_socket_stops_all(service: Machine) -> None:
+    service.run("systemctl stop kvstore.socket")
+    assert service.show("ActiveState") == "inactive"
+    assert service.run("kvstore get 00ff", check=False).returncode == 12
+    service.run("kvstore fsck /var/lib/kvstore; systemctl start kvstore")
+    assert service.run("kvstore get 00ff").stdout == "x"
+
+
+def test_clients_knock_while_the_store_is_checked(service: Machine) -> None:
+    """They start a daemon that cannot have its store: it waits, and the socket stays open."""
+    starts = int(service.show("NRestarts"))
+    # fsck gets the lock as soon as the daemon lets go of it, and keeps it for some seconds.
+    checking = service.begin(
+        "flock --shared /var/lib/kvstore bash -c 'kvstore fsck /var/lib/kvstore; sleep 6'"
+    )
+    knocking = knock(service, 12)
+    service.run("systemctl stop kvstore")
+    assert service.shows("StatusText", "recovering: the store at /var/lib/kvstore is in use by")
+    shown = service.run("kvstore status", check=False).stdout
+    assert "in use by process" in shown
+    out, err = checking.communicate(timeout=60)
+    print(out, err)
+    assert checking.returncode == 0
+    assert service.shows("StatusText", "ready: ")
+    counted = answers(knocking)
+    assert counted.keys() - {"DeadlineExceeded"} == {"hit", "DaemonUnavailable"}
+    assert service.show("ActiveState", "kvstore.socket") == "active"
+    assert int(service.show("NRestarts")) == starts
+
+
+# -- configuration --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def spoiled(service: Machine) -> Iterator[Machine]:
+    """The machine with its service stopped, and a configuration that does not hold."""
+    file = "/etc/kvstore/kvstore.toml"
+    service.run(f"systemctl stop kvstore; cp {file} /opt/saved; echo 'capacity = 1' >>{file}")
+    yield service
+    service.run(f"cp /opt/saved {file}")
+
+
+def test_a_start_that_cannot_succeed_is_not_repeated(spoiled: Machine) -> None:
+    assert spoiled.run("systemctl start kvstore", check=False).returncode != 0
+    time.sleep(1.5)  # more than RestartSec
+    assert spoiled.show("ExecMainStatus") == "13"
+    assert (spoiled.show("ActiveState"), spoiled.show("NRestarts")) == ("failed", "0")
+
+
+def test_clients_who_knock_do_not_make_it_loop(spoiled: Machine) -> None:
+    """Five starts, then the socket closes; after mending one start brings all of it back."""
+    begun = spoiled.run("date '+%F %T.%N'").stdout.strip()
+    knocking = knock(spoiled, 12)
+    assert spoiled.shows("Result", "service-start-limit-hit", "kvstore.socket")
+    counted = answers(knocking)
+    assert counted.keys() <= {"DaemonUnavailable", "DeadlineExceeded"}
+    log = spoiled.run(f"journalctl -u kvstore -o cat --since '{begun}'").stdout
+    assert log.count("Main process exited, code=exited, status=13") <= 5
+    spoiled.run("cp /opt/saved /etc/kvstore/kvstore.toml")
+    spoiled.run("systemctl reset-failed kvstore kvstore.socket; systemctl start kvstore")
+    assert spoiled.run("kvstore get 00ff").stdout == "x"
+
+
+@pytest.mark.skipif(not hasattr(config, "LIVE"), reason="SIGHUP does not reload yet")
+def test_a_reload_changes_settings_and_drops_no_client(service: Machine) -> None:
+    file, pid = "/etc/kvstore/kvstore.toml", service.show("MainPID")
+    knocking = knock(service, 5)
+    service.run(f"cp {file} /opt/saved; echo 'capacity = \"3GiB\"' >>{file}")
+    service.run("systemctl reload kvstore")
+    wanted = f'"capacity_bytes": {3 << 30}'
+    assert eventually(lambda: wanted in service.run("kvstore status --json").stdout)
+    service.run(f"echo 'capacity = 1' >>{file}; systemctl reload kvstore")
+    assert service.shows("StatusText", "degraded: ")
+    service.run(f"cp /opt/saved {file}; systemctl reload kvstore")
+    assert service.shows("StatusText", "ready: ")
+    assert answers(knocking).keys() == {"hit"}
+    assert service.show("MainPID") == pid
+
+
+# -- monitoring -----------------------------------------------------------------------------------
+
+
+def answered(machine: Machine, path: str) -> str:
+    """Return what monitoring is answered; nothing if nobody does."""
+    show = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1]).read().decode())"
+    ask = f"{PYTHON} -c '{show}' http://127.0.0.1:9470{path}"
+    return machine.run(f"{ask} 2>/dev/null | head -c 1500", check=False).stdout
+
+
+def test_monitoring_is_off_until_its_socket_is_enabled(service: Machine) -> None:
+    assert not answered(service, "/metrics")
+    service.run("systemctl enable kvstore-admin.socket; systemctl restart kvstore")
+    assert eventually(lambda: answered(service, "/readyz"))
+    assert "kvstore_blocks" in answered(service, "/metrics")
+    service.run("systemctl kill -s KILL kvstore")
+    assert service.run("kvstore get 00ff").stdout == "x"
+    assert answered(service, "/healthz")
+    service.run("systemctl disable --now kvstore-admin.socket; systemctl restart kvstore")
+    assert not answered(service, "/metrics")
