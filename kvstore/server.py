@@ -22,7 +22,6 @@ from socket import AF_UNIX
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstore import __version__, keys
-from kvstore.answers import BlockStatus
 from kvstore.connection import Connection
 from kvstore.errors import Busy, DaemonUnavailable, KVStoreError
 from kvstore.mapped import Allowance
@@ -38,13 +37,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.admin import Admin
-    from kvstore.backends.base import U8
-    from kvstore.batch import PutRequest
     from kvstore.job import Job
     from kvstore.namespaces import Namespace
-    from kvstore.slab import Extent
     from kvstore.store import Store
-    from kvstore.writer import LateError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -425,51 +420,6 @@ class Server:
         """Note that memory may have become free."""
         self._memory_changed.set()
 
-    async def put(
-        self,
-        store: Store,
-        request: PutRequest,
-        sources: Sequence[memoryview],
-        received: list[Extent | None] | None,
-        limit: float,
-    ) -> U8:
-        """Put blocks and wait for the answer: nobody reads the sources any more."""
-        job = await self.with_room(lambda: store.put(request, sources, received), limit)
-        answered = self._loop.create_future()
-        task = self.start(job)
-        job.when_answered(partial(_mark, answered))
-        # A fault in bringing it home would leave it without an answer for ever.
-        task.add_done_callback(lambda task: _mark(answered) if task.exception() else None)
-        await self.settled([task, answered])
-        task.result()
-        if job.failure is not None:
-            raise job.failure
-        return job.statuses
-
-    async def delete(
-        self, store: Store, namespace: Namespace, shard: int, wanted: keys.KeyArray
-    ) -> U8:
-        """Delete blocks; answered when no record is left that a rebuild could bring back."""
-        statuses, removals = store.delete(namespace, shard, wanted)
-        done = [self._loop.create_future() for _ in removals]
-        for removal, future in zip(removals, done, strict=True):
-            removal.when_done(partial(_mark, future))
-        await self.settled([self.start(removals[0]), *done])
-        if any(removal.failure is not None for removal in removals):
-            statuses[statuses == BlockStatus.OK] = BlockStatus.FAILED
-        return statuses
-
-    async def flush(self, store: Store, may_hear: Callable[[str], bool]) -> list[LateError]:
-        """Make everything durable; return what failed since the last flush, of the namespaces (ids
-        in hex) that the client may hear of. The rest waits for those who may."""
-        barrier, answered = store.flush(), self._loop.create_future()
-        barrier.when_answered(partial(_mark, answered))
-        self.dispatch()
-        await answered
-        if barrier.failure is not None:
-            raise barrier.failure
-        return store.take_errors(may_hear)
-
     def status(self) -> dict[str, object]:
         answer = self._opening.status() if self._store is None else self._store.status()
         if self._stopping:
@@ -485,11 +435,6 @@ class Server:
             "get_us_buckets": list(self.get_durations.buckets),
             "put_us_buckets": list(self.put_durations.buckets),
         }
-
-
-def _mark(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 def serve(settings: ServerOptions) -> int:
