@@ -21,7 +21,17 @@ from tests.talk import eventually
 
 ROOT = Path(__file__).parent.parent
 BOOT_SECONDS = 60.0
-PACKAGES = ("click", "lmdb", "msgspec", "numpy", "plyvel", "prometheus_client", "tqdm", "xxhash")
+PACKAGES = (
+    "click",
+    "lmdb",
+    "msgspec",
+    "numpy",
+    "plyvel",
+    "prometheus_client",
+    "tqdm",
+    "watchdog",
+    "xxhash",
+)
 COMMAND = "#!/opt/kvstore/bin/python\nfrom kvstore.cli import main\n\nmain()\n"
 INSTEAD_OF_PIP = """set -e
 cp -a /opt/site/. /opt/kvstore/lib/python3.*/site-packages/

@@ -27,6 +27,7 @@ _STORE: Fields = {
 _DAEMON: Fields = {
     "state": ("string", "ready, degraded or draining; recovering see below"),
     "problems": ("list of string", "what makes it degraded"),
+    "restart_settings": ("list of string", "settings changed on disk that need a restart"),
     "version": ("string", "version of the daemon"),
     "pid": ("integer", "process of the daemon"),
     "socket": ("string", "its Unix socket"),

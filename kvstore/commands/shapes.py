@@ -93,6 +93,7 @@ SHAPES: dict[str, Fields] = {
         "value": ("object or null", "bytes and seconds as numbers; null is left to the store"),
         "origin": ("string", "flag, variable, path of a file, or default"),
         "source": ("string", "flag, environment, file or default"),
+        "change": ("string", "live or restart: when a daemon that serves takes a change over"),
     },
     "corrupt": {
         "header": ("integer", "records without a valid header"),
