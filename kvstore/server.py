@@ -204,6 +204,9 @@ class Server:
         from kvstore.watching import Watching  # its library takes a twentieth of a second
 
         watching = Watching()
+        assert self._store is not None
+        incoming = self._store.incoming
+        incoming.found = partial(watching.add, incoming.path, incoming.wake)
         try:
             with self.reloads.watching(watching):
                 await self._upkeep()

@@ -78,6 +78,7 @@ STATUS: Fields = {
     "memory_errors": ("integer", "copies in memory that failed verification"),
     "failed_jobs": ("integer", "pieces of work that failed"),
     "scrub": ("scrub", "verification of what lies on disk"),
+    "incoming": ("incoming", "files dropped into incoming/ since the store was opened"),
     "uptime_seconds": ("number", "since the store was opened"),
 }
 RECOVERING: Fields = {

@@ -119,6 +119,12 @@ SHAPES: dict[str, Fields] = {
         "unreadable": ("integer", "records that the device refused to read"),
     },
     "scrub": SCRUB,
+    "incoming": {
+        "taken": ("integer", "records that were put"),
+        "present": ("integer", "records whose block was there already"),
+        "waiting": ("integer", "files that are tried again"),
+        "refused": ("integer", "files that stay until they are changed or removed"),
+    },
     "kept": {
         "pinned": ("integer", "blocks that are pinned"),
         "in_use": ("integer", "blocks leased, being read or written"),
