@@ -142,7 +142,7 @@ class Quarantine:
                     self.unacknowledged += 1
                     self._keep_one(engine, one, reason)
             except (OSError, KVStoreError) as error:
-                log.warning("cannot quarantine %s: %s", one.keys.tobytes().hex(), error)
+                log.warning("cannot quarantine %s...: %s", one.keys.tobytes().hex()[:16], error)
 
     def _keep_one(self, engine: Engine, one: Blocks, reason: str) -> None:
         name = (

@@ -42,6 +42,12 @@ _LEAST = {
 """Bytes that these settings have at least."""
 
 _PATHS = ("store", "socket", "tls_certificate", "tls_key", "tls_client_ca", "token_file")
+LIVE = frozenset({
+    "capacity", "min_free", "max_dirty_age", "when_full", "scrub_rate",
+    "max_clients", "max_requests", "max_client_bytes", "max_client_regions", "max_regions",
+    "request_timeout", "drain_timeout", "admin_group", "log_level", "log_format",
+})  # fmt: skip
+"""Attributes that a daemon takes over while it serves; all others wait for a restart."""
 
 _SIZE_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _TIME_UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -198,7 +204,7 @@ def load(flags: Mapping[str, object], environ: Mapping[str, str] | None = None) 
     Raises ConfigError for an unknown setting, a bad value, an unreadable file.
     """
     environ = os.environ if environ is None else environ
-    path, required = _file_path(flags, environ)
+    path, required = file_path(flags, environ)
     table = _read_file(path, required)
     found = {
         name: _find(name, flags, environ, path, table or {}) or _default(name, environ)
@@ -220,7 +226,7 @@ def problems(
     environ = os.environ if environ is None else environ
     found: list[ConfigError] = []
     try:
-        path, required = _file_path(flags, environ)
+        path, required = file_path(flags, environ)
         table = _read_file(path, required) or {}
     except ConfigError as error:
         return [error]
@@ -251,7 +257,7 @@ def load_path(
     environ = os.environ if environ is None else environ
     item = _find(name, flags, environ, Path(), {})
     if item is None:
-        path, required = _file_path(flags, environ)
+        path, required = file_path(flags, environ)
         item = _find(name, {}, {}, path, _read_file(path, required) or {})
     item = item or _default(name, environ)
     value: Path = _convert(name, *item)
@@ -283,6 +289,11 @@ def flag(name: str) -> str:
     return "--" + name.replace(".", "-").replace("_", "-")
 
 
+def name_of(attribute: str) -> str:
+    """Return the name of a setting: ``log_level`` -> ``log.level``."""
+    return _FIELDS[attribute].encode_name
+
+
 def describe(loaded: Loaded) -> list[tuple[str, object, Origin]]:
     """Return name, value and origin of each setting."""
     return [
@@ -291,7 +302,7 @@ def describe(loaded: Loaded) -> list[tuple[str, object, Origin]]:
     ]
 
 
-def _file_path(flags: Mapping[str, object], environ: Mapping[str, str]) -> tuple[Path, bool]:
+def file_path(flags: Mapping[str, object], environ: Mapping[str, str]) -> tuple[Path, bool]:
     """Return the configuration file, and whether it must exist."""
     named = flags.get("config") or environ.get("KVSTORE_CONFIG")
     if named:

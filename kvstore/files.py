@@ -122,6 +122,14 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
         view = view[os.write(descriptor, view) :]
 
 
+def read_into(descriptor: int, target: memoryview) -> int:
+    """Fill ``target`` with the beginning of a file as far as that goes; return how far it does."""
+    filled = 0
+    while filled < len(target) and (got := os.preadv(descriptor, [target[filled:]], filled)):
+        filled += got
+    return filled
+
+
 def create_temporary(path: Path) -> int:
     """Return a descriptor of an empty file beside ``path``, readable by its owner only.
 

@@ -32,12 +32,13 @@ def admit_all(rows: U32) -> Bools:
 class Late:
     """Entries that wait, in the order in which they came; see :class:`kvstore.entry.Entry`.
 
-    ``max_age`` in seconds; None = nothing waits (``write = through``). Owner thread only.
+    ``max_age`` in seconds, which may be changed; None = nothing waits (``write = through``). Owner
+    thread only.
     """
 
     def __init__(self, core: Core, max_age: float | None, admission: Admission = admit_all) -> None:
         self._core = core
-        self._max_age = max_age
+        self.max_age = max_age
         self.admission = admission
         # When each came, in the order of coming; None until the first tick after that.
         self._came: dict[Entry, float | None] = {}
@@ -46,7 +47,7 @@ class Late:
     @property
     def on(self) -> bool:
         """Whether blocks may wait here."""
-        return self._max_age is not None
+        return self.max_age is not None
 
     @property
     def oldest_generation(self) -> int:
@@ -75,7 +76,7 @@ class Late:
         self._admit(due)
 
     def _is_due(self, entry: Entry, now: float) -> bool:
-        came, age = self._came[entry], self._max_age
+        came, age = self._came[entry], self.max_age
         return came is not None and age is not None and now - came >= age
 
     def press(self, rows: U32) -> None:

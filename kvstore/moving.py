@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvstore import plan, record
+from kvstore import awaited, plan, record
 from kvstore.answers import BlockStatus
 from kvstore.asked import (
     Asked,
@@ -59,7 +59,7 @@ async def evict(request: Request, asked: Asked) -> Document:
         raise ReadOnly(f"nothing can be evicted: {core.read_only}", "see kvstore status")
     if not core.read_only:
         # What waits to be written could not go; and its late errors are for others to hear.
-        await server.flush(store, lambda _: False)
+        await awaited.flush(server, store, lambda _: False)
     await _measure(request, store)
     block = await find_block(store, asked) if _names_block(asked) else None
     wanted, goal = _wanted(store, asked, block)

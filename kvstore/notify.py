@@ -59,6 +59,10 @@ class Supervisor:
         """Tell that requests are served from now on."""
         self._send(READY=1, STATUS=describe(status))
 
+    def reloading(self) -> None:
+        """Tell that settings are being read again; :meth:`ready` follows in any case."""
+        self._send(RELOADING=1, MONOTONIC_USEC=_micros(time.monotonic()), STATUS="reloading")
+
     def tell(self, status: Callable[[], Mapping[str, Any]]) -> None:
         """Tell the state, if it was not told lately."""
         now = time.monotonic()

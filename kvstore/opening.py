@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from kvstore import checkpoint, events, eviction, layout, record, settle, versions
+from kvstore import checkpoint, events, eviction, layout, settle, versions
 from kvstore.backends import ALIASES, engine_class, plain_name
 from kvstore.backends.base import EngineContext
 from kvstore.boot import Boot
@@ -39,12 +39,12 @@ from kvstore.journal import Journal
 from kvstore.keys import DEFAULT_NAMESPACE, named
 from kvstore.late import Late
 from kvstore.namespaces import Namespaces
-from kvstore.removal import choose_victims
 from kvstore.room import Rooms
 from kvstore.slab import Slab
 from kvstore.space import Space, check_capacity, default_floor, journal_reserve, quarantine_limit
 from kvstore.store import Store
 from kvstore.tier import Tier
+from kvstore.upkeep import fit
 from kvstore.writer import Writer
 
 if TYPE_CHECKING:
@@ -257,7 +257,7 @@ class Opening:
         self._begin_writing(core, boot)
         if self._cancelled:
             return None
-        self._fit(core)
+        fit(core)
         if core.checkpoint_due:
             store.checkpoint()
         store.make_room()
@@ -413,16 +413,6 @@ class Opening:
             job = core.chores.popleft()
             job.perform()
             core.finish(job)
-
-    def _fit(self, core: Core) -> None:
-        """Announce what a smaller capacity leaves no room for; it leaves in the background."""
-        usage = core.usage()
-        if core.read_only or not core.may_evict or usage.live <= core.space.high(usage.overhead):
-            return
-        victims = choose_victims(core, core.space.above_low(usage))
-        size = int(record.image_bytes_of(core.index.sizes[victims]).sum())
-        log.warning("will evict %d blocks, %d bytes, to fit the capacity", len(victims), size)
-        core.trim_due = True
 
 
 def _look_apart(engine: Engine) -> None:

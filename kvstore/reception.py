@@ -35,13 +35,13 @@ _TCP_OPTIONS = (
 
 
 class Reception:
-    """The clients of a daemon. ``guard`` is asked about those who come by TCP, ``admin_gid`` about
-    those who come by a Unix socket."""
+    """The clients of a daemon. ``guard`` is asked about those who come by TCP; of those who come by
+    a Unix socket, members of the group ``admin_gid`` are administrators."""
 
-    def __init__(self, server: Server, guard: Guard, admin_gid: int | None) -> None:
+    def __init__(self, server: Server, guard: Guard) -> None:
+        self.admin_gid: int | None = None
         self._server = server
         self._guard = guard
-        self._admin_gid = admin_gid
         self._clients: dict[Connection, asyncio.Task[None]] = {}
         self._accepting: list[asyncio.Task[None]] = []
 
@@ -85,7 +85,7 @@ class Reception:
         if not self._has_room(stranger=guard is not None):
             sock.close()
             return
-        peer = peer_of(sock, self._admin_gid)
+        peer = peer_of(sock, self.admin_gid)
         if network:
             for option in _TCP_OPTIONS:
                 sock.setsockopt(*option)

@@ -167,6 +167,12 @@ class Scrub:
         self._go_on()
         return result
 
+    def use_rate(self, rate: int) -> None:
+        """Take another setting for the rate; a pass that keeps to the old one goes on with it."""
+        if self.progress.rate == self._default_rate:
+            self.progress.rate = rate
+        self._default_rate = rate
+
     def pause(self) -> bool:
         """Stop until ``start``; tell whether a pass was running."""
         if self.progress.state != "running":

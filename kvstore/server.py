@@ -18,10 +18,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from kvstore import __version__, keys
-from kvstore.answers import BlockStatus
 from kvstore.errors import Busy, DaemonUnavailable, KVStoreError
 from kvstore.guard import GuardFiles
 from kvstore.mapped import Allowance
@@ -30,6 +29,7 @@ from kvstore.notify import Supervisor
 from kvstore.opening import Opening, Options
 from kvstore.peers import group_id, own_pidfd
 from kvstore.reception import Reception
+from kvstore.reload import Reloads
 from kvstore.sockets import Doors, handed_over
 
 if TYPE_CHECKING:
@@ -37,13 +37,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.admin import Admin
-    from kvstore.backends.base import U8
-    from kvstore.batch import PutRequest
     from kvstore.job import Job
     from kvstore.namespaces import Namespace
-    from kvstore.slab import Extent
+    from kvstore.reload import Configuration
     from kvstore.store import Store
-    from kvstore.writer import LateError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -88,6 +85,8 @@ class Server:
     """One daemon over one store."""
 
     settings: ServerOptions
+    configuration: Configuration | None = None
+    """Where settings are read again while we serve."""
     _store: Store | None = None
     _stopping: bool = False
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -114,27 +113,28 @@ class Server:
         self._memory_changed = asyncio.Event()
         self._is_open = asyncio.Event()
         self._stop = asyncio.Event()
-        self._supervisor = Supervisor(os.environ)
+        self.supervisor = Supervisor(os.environ)
         self.pidfd = own_pidfd()
         self.allowance = Allowance(self.settings.max_regions)
         self._guard = self.settings.guard.read()
-        admin_gid = group_id(self.settings.admin_group, "admin_group")
-        self._reception = Reception(self, self._guard, admin_gid)
+        self._reception = Reception(self, self._guard)
+        self.reloads = Reloads(self, self.configuration)
+        self.adopt(self.settings)
         self._opening = Opening(self.settings.store, self.settings.options)
         self._opening.lock(wait=handed_over(os.environ))
         try:
-            doors = self._listen()
             self._watch_signals()
+            doors = self._listen()
             self._reception.open(doors.clients)
             with self._telling(self._tell_of_opening):
                 await self._open()
             if not self._stop.is_set():
-                await self._upkeep()
+                await self._serve_and_watch()
             self._reception.close()
             with self._telling(self._tell_of_drain):
                 return await self._shut_down()
         finally:
-            self._supervisor.close()
+            self.supervisor.close()
             self._stop_listening()
             self._opening.unlock()
             self._pool.shutdown(wait=False, cancel_futures=True)
@@ -157,12 +157,13 @@ class Server:
 
     def _watch_signals(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue  # nohup: the terminal may go
             self._loop.add_signal_handler(number, self._on_signal, number)
 
     def _on_signal(self, number: int) -> None:
-        """The first signal drains, the second ends at once."""
+        """SIGHUP reads the settings again; any other drains at first, and ends at once then."""
+        if number == signal.SIGHUP:
+            self.reloads.ask()
+            return
         if self._stop.is_set():
             log.error("second signal: ending at once, without a drain")
             os._exit(128 + number)
@@ -181,13 +182,33 @@ class Server:
         store.core.timer = self._call_later
         self._is_open.set()
         self.dispatch()
-        self._supervisor.ready(store.status())
+        self.supervisor.ready(store.status())
         log.info(
             "ready: %d blocks, %d bytes, in %.2f s",
             store.core.index.blocks,
             store.core.index.live_bytes,
             time.monotonic() - started,
         )
+
+    def adopt(self, settings: ServerOptions) -> None:
+        """Keep to these settings from now on, as far as they may change while we serve: limits of
+        memory and who is an administrator count for connections that come after this."""
+        self._reception.admin_gid = group_id(settings.admin_group, "admin_group")
+        self.allowance.limit = settings.max_regions
+        self.settings = settings
+
+    async def _serve_and_watch(self) -> None:
+        from kvstore.watching import Watching  # its library takes a twentieth of a second
+
+        watching = Watching()
+        assert self._store is not None
+        incoming = self._store.incoming
+        incoming.found = partial(watching.add, incoming.path, incoming.wake)
+        try:
+            with self.reloads.watching(watching):
+                await self._upkeep()
+        finally:
+            watching.close()
 
     async def _upkeep(self) -> None:
         assert self._store is not None
@@ -197,14 +218,14 @@ class Server:
                     await self._stop.wait()
             try:
                 self._store.tick()
-                self._supervisor.tell(self.status)
+                self.supervisor.tell(self.status)
                 self._publish()
             except Exception:
                 # The outermost frame of the upkeep: the daemon goes on serving.
                 log.exception("upkeep failed")
                 self.count_failed_request()
             self.dispatch()
-            self._supervisor.sign()
+            self.supervisor.sign()
 
     @contextlib.contextmanager
     def _telling(self, tell: Callable[[], None]) -> Iterator[None]:
@@ -229,17 +250,17 @@ class Server:
         self._publish()
         # After a signal the time for stopping counts, which an opening that hangs must not extend.
         if self._store is None and not self._stop.is_set():
-            self._supervisor.recovering(self._opening.status())
+            self.supervisor.recovering(self._opening.status())
 
     def _tell_of_drain(self) -> None:
         self._publish()
         dirty = self._store.core.writer.dirty_blocks if self._store is not None else 0
-        self._supervisor.draining(dirty, len(self._reception))
-        self._supervisor.sign()
+        self.supervisor.draining(dirty, len(self._reception))
+        self.supervisor.sign()
 
     async def _shut_down(self) -> int:
         self._stopping = True
-        self._supervisor.stopping(self.settings.drain_timeout)
+        self.supervisor.stopping(self.settings.drain_timeout)
         # Whoever still waits for the store is told that it will not come.
         self._is_open.set()
         if self._store is not None:
@@ -384,57 +405,16 @@ class Server:
         """Note that memory may have become free."""
         self._memory_changed.set()
 
-    async def put(
-        self,
-        store: Store,
-        request: PutRequest,
-        sources: Sequence[memoryview],
-        received: list[Extent | None] | None,
-        limit: float,
-    ) -> U8:
-        """Put blocks and wait for the answer: nobody reads the sources any more."""
-        job = await self.with_room(lambda: store.put(request, sources, received), limit)
-        answered = self._loop.create_future()
-        task = self.start(job)
-        job.when_answered(partial(_mark, answered))
-        # A fault in bringing it home would leave it without an answer for ever.
-        task.add_done_callback(lambda task: _mark(answered) if task.exception() else None)
-        await self.settled([task, answered])
-        task.result()
-        if job.failure is not None:
-            raise job.failure
-        return job.statuses
-
-    async def delete(
-        self, store: Store, namespace: Namespace, shard: int, wanted: keys.KeyArray
-    ) -> U8:
-        """Delete blocks; answered when no record is left that a rebuild could bring back."""
-        statuses, removals = store.delete(namespace, shard, wanted)
-        done = [self._loop.create_future() for _ in removals]
-        for removal, future in zip(removals, done, strict=True):
-            removal.when_done(partial(_mark, future))
-        await self.settled([self.start(removals[0]), *done])
-        if any(removal.failure is not None for removal in removals):
-            statuses[statuses == BlockStatus.OK] = BlockStatus.FAILED
-        return statuses
-
-    async def flush(self, store: Store, may_hear: Callable[[str], bool]) -> list[LateError]:
-        """Make everything durable; return what failed since the last flush, of the namespaces (ids
-        in hex) that the client may hear of. The rest waits for those who may."""
-        barrier, answered = store.flush(), self._loop.create_future()
-        barrier.when_answered(partial(_mark, answered))
-        self.dispatch()
-        await answered
-        if barrier.failure is not None:
-            raise barrier.failure
-        return store.take_errors(may_hear)
-
     def status(self) -> dict[str, object]:
         answer = self._opening.status() if self._store is None else self._store.status()
+        if problem := self.reloads.problem:
+            answer["problems"] = [*cast("list[str]", answer["problems"]), problem]
+            answer["state"] = "degraded" if answer["state"] == "ready" else answer["state"]
         if self._stopping:
             answer["state"] = "draining"
         return {
             **answer,
+            "restart_settings": self.reloads.waiting,
             "version": __version__,
             "pid": self.pid,
             "socket": str(self.settings.socket),
@@ -446,14 +426,9 @@ class Server:
         }
 
 
-def _mark(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
-def serve(settings: ServerOptions) -> int:
+def serve(settings: ServerOptions, configuration: Configuration | None = None) -> int:
     """Run the daemon until a signal; return its exit code."""
     sys.setswitchinterval(SWITCH_INTERVAL)
     # The watchdog's SIGABRT then tells in the log where every thread was.
     faulthandler.enable()
-    return asyncio.run(Server(settings).run())
+    return asyncio.run(Server(settings, configuration).run())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvstore import __version__, protocol
+from kvstore import __version__, awaited, protocol
 from kvstore.administration import administer
 from kvstore.answers import Ack, BlockStatus
 from kvstore.batch import PutRequest
@@ -202,7 +202,7 @@ async def put(request: Request) -> None:
         overwrite=bool(frame.flags & Flag.OVERWRITE),
         checksums=fields.checksums,
     )
-    statuses = await request.server.put(store, wanted, sources, received, request.limit)
+    statuses = await awaited.put(request.server, store, wanted, sources, received, request.limit)
     request.give_back()
     await request.answer(statuses.tobytes(), count=len(statuses))
 
@@ -317,7 +317,8 @@ async def delete(request: Request) -> None:
     keys, store = request.keys(), await request.store()
     namespace, shard = request.namespace(store), request.frame.shard
     statuses = [
-        await request.server.delete(store, namespace, shard, part) for part in _slices(keys)
+        await awaited.delete(request.server, store, namespace, shard, part)
+        for part in _slices(keys)
     ]
     await _answer_statuses(request, statuses)
 
@@ -348,7 +349,7 @@ async def _answer_statuses(request: Request, statuses: list[U8]) -> None:
 
 async def flush(request: Request) -> None:
     store = await request.store()
-    errors = await request.server.flush(store, request.connection.may_hear_of)
+    errors = await awaited.flush(request.server, store, request.connection.may_hear_of)
     told = [
         {
             "namespace": error.namespace,

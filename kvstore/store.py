@@ -17,6 +17,7 @@ from kvstore import events, record, versions
 from kvstore.answers import BlockStatus
 from kvstore.errors import EngineError
 from kvstore.get import Get, Warm
+from kvstore.incoming import Incoming
 from kvstore.keys import space_number
 from kvstore.put import Put
 from kvstore.removal import Removal, choose_victims, evict, heed_failures, retire
@@ -70,6 +71,7 @@ class Store:
         self._lock = lock
         self._upkeep = Upkeep(core)
         self.scrub = Scrub(core, core.scrub_rate)
+        self.incoming = Incoming(core)
         self._opened = time.monotonic()
 
     # -- jobs -------------------------------------------------------------------------------------
@@ -106,6 +108,7 @@ class Store:
         now = time.monotonic()
         self._upkeep.tick(now)
         self.scrub.tick(now)
+        self.incoming.tick(now)
 
     def checkpoint(self) -> None:
         """Queue the writing of a checkpoint, due or not."""
@@ -352,7 +355,13 @@ class Store:
             "pinned_bytes": core.index.pinned_bytes(core.clock.seconds()),
             **counters,
             "scrub": self.scrub.status(),
-            "notes": [*core.stats.notes, *core.namespaces.problems, *self._kept()],
+            "incoming": self.incoming.status(),
+            "notes": [
+                *core.stats.notes,
+                *core.namespaces.problems,
+                *self._kept(),
+                *self.incoming.notes(),
+            ],
             "problems": problems,
             "uptime_seconds": round(time.monotonic() - self._opened, 1),
         }
@@ -400,6 +409,7 @@ class Store:
         """Give up the scan that is under way, if any; the next opening begins it anew, and goes on
         with a scrub."""
         self.scrub.hold()
+        self.incoming.hold()
         if self.core.scan is not None:
             self.core.scan.cancel()
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore import events, versions
+from kvstore import events, record, versions
 from kvstore.checkpoint import CheckpointWriter, remove_before
 from kvstore.index import DISK, GHOST
 from kvstore.job import Job, Step
@@ -363,3 +363,14 @@ class Upkeep:
         failed, self._evicting = bool(self._core.stuck), None
         if not failed:
             self.make_room()
+
+
+def fit(core: Core) -> None:
+    """Announce what a smaller capacity leaves no room for; it leaves in the background."""
+    usage = core.usage()
+    if core.read_only or not core.may_evict or usage.live <= core.space.high(usage.overhead):
+        return
+    victims = choose_victims(core, core.space.above_low(usage))
+    size = int(record.image_bytes_of(core.index.sizes[victims]).sum())
+    log.warning("will evict %d blocks, %d bytes, to fit the capacity", len(victims), size)
+    core.trim_due = True

@@ -278,6 +278,10 @@ class Engine(ABC):
         self.context = context
         self.is_open = False
 
+    def suits(self, capacity: int) -> bool:
+        """Tell whether the engine keeps to another capacity (bytes) without being opened again."""
+        return False
+
     def require_open(self, *, writing: bool = False) -> None:
         """Raise EngineError if the engine is closed, ReadOnly if it must not be written."""
         if not self.is_open:

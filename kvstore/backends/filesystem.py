@@ -94,6 +94,9 @@ class FilesystemEngine(base.Engine):
         self._survey = Survey(self._root)
         self._shop: Workshop | None = None
 
+    def suits(self, capacity: int) -> bool:
+        return True
+
     def create(self) -> None:
         self.make_folder(TEMPORARY)
 

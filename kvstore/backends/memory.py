@@ -36,6 +36,9 @@ class MemoryEngine(base.Engine):
         self._mark = context.directory / "memory"
         self._records: dict[Name, base.U8] = {}
 
+    def suits(self, capacity: int) -> bool:
+        return True
+
     def create(self) -> None:
         if self._mark.exists():
             raise StoreExists(f"{self.context.directory} already has a memory engine")

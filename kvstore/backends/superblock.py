@@ -115,6 +115,9 @@ class SuperblockEngine(base.Engine):
 
     # -- opening and closing ----------------------------------------------------------------------
 
+    def suits(self, capacity: int) -> bool:
+        return capacity <= self.context.capacity  # its tables have room for no more
+
     def create(self) -> None:
         self.make_folder(FOLDER)
 

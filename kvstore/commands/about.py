@@ -148,6 +148,9 @@ def check(call: Call) -> int:
 def show(call: Call, origin: bool) -> None:
     """Show every setting as serve would have it.
 
+    With --origin also whether a change takes effect while the daemon serves (live, see kvstore
+    serve) or needs a restart.
+
     What is not set is "none", and null with --json; engine, capacity and min_free then depend on
     the store and its filesystem.
     """
@@ -156,15 +159,28 @@ def show(call: Call, origin: bool) -> None:
 
     found = settings.describe(settings.load(call.flags()))
     listed = [
-        {"name": name, "value": value, "origin": str(place), "source": str(place.source)}
+        {
+            "name": name,
+            "value": value,
+            "origin": str(place),
+            "source": str(place.source),
+            "change": _change(name),
+        }
         for name, value, place in found
     ]
-    rows = [(name, shown(value), str(place)) for name, value, place in found]
+    rows = [(name, shown(value), _change(name), str(place)) for name, value, place in found]
     if origin:
-        lines = render.table(["setting", "value", "origin"], rows)
+        lines = render.table(["setting", "value", "change", "origin"], rows)
     else:
-        lines = render.fields([(name, value) for name, value, _ in rows])
+        lines = render.fields([(name, value) for name, value, _, _ in rows])
     call.output.result({"settings": listed}, lines)
+
+
+def _change(name: str) -> str:
+    """Return what a daemon that serves needs to take a change over: ``live`` or ``restart``."""
+    from kvstore import config as settings
+
+    return "live" if name.replace(".", "_") in settings.LIVE else "restart"
 
 
 SAMPLES = {

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvstore.commands.frame import Call, Command, namespace_options, online
-from kvstore.commands.names import parse_keys, read_key, read_namespace
-from kvstore.errors import InvalidKey, NotFound, UsageError
+from kvstore.commands.names import Space, parse_keys, read_key, read_namespace
+from kvstore.errors import Busy, InvalidKey, NotFound, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from kvstore.client import Client
 
 MAX_LABEL_BYTES = 255
 ABSENT = "never put, evicted, or under another namespace or shard"
@@ -97,16 +99,22 @@ def _check_label(label: str) -> None:
 
 @click.command(
     cls=Command,
-    example="kvstore get 00ff -o copy.bin\nkvstore get 00ff -o - | sha256sum",
+    example="kvstore get 00ff -o copy.bin\nkvstore get 00ff -o - | sha256sum\n"
+    "kvstore get 00ff --record -o /mnt/other/kv/incoming/00ff.kvb",
     exits=online(e4=f"no such namespace, or no such block: {ABSENT}", e14="no room for the output"),
     answers=False,
 )
 @click.argument("key")
 @click.option("-o", "--output", "target", metavar="FILE|-", help="Where to write the bytes.")
+@click.option("--record", is_flag=True, help="The record: envelope and bytes (administrators).")
 @namespace_options
 @click.pass_obj
-def get(call: Call, key: str, target: str | None, namespace: str, shard: int) -> None:
-    """Write the block under KEY to a file or, without -o, to a pipe."""
+def get(call: Call, key: str, target: str | None, record: bool, namespace: str, shard: int) -> None:
+    """Write the block under KEY to a file or, without -o, to a pipe.
+
+    A record, written as NAME.kvb into the directory incoming of another store, is taken in there,
+    with its parent and label. That store must know its namespace.
+    """
     from kvstore import keys, render
 
     name = read_key(key)
@@ -122,6 +130,8 @@ def get(call: Call, key: str, target: str | None, namespace: str, shard: int) ->
     space = read_namespace(namespace)
     with call.client() as client:
         data = client.get(name, namespace=space.open(client), shard=shard)
+        if record and data is not None:
+            data = _image(client, name, space, shard, data)
     if data is None:
         raise NotFound(
             f"block {name.hex()} is not in namespace {namespace}, shard {shard}",
@@ -130,6 +140,20 @@ def get(call: Call, key: str, target: str | None, namespace: str, shard: int) ->
     render.write_bytes(data, target or "-")
     if target not in (None, "-"):
         call.output.result({"key": name.hex(), "bytes": len(data), "output": target}, [])
+
+
+def _image(client: Client, key: bytes, space: Space, shard: int, data: bytes) -> bytes:
+    """Return the record of a block as a file. Raises Busy if it is not on disk yet."""
+    from kvstore.record import HEADER_PAGE, Header, encode, image_bytes, payload_checksum
+
+    asked = {"op": "inspect", "key": key.hex(), "namespace": space.id, "shard": shard}
+    told: Any = client.admin(asked)["envelope"]
+    if told is None or int(told["checksum"], 16) != payload_checksum(data):
+        raise Busy(f"block {key.hex()} is not on disk yet", "run kvstore flush, then again")
+    binary = ("store", "namespace", "key", "parent", "extra")
+    fields = told | {name: bytes.fromhex(told[name] or "") for name in binary}
+    header = encode(Header(**fields | {"checksum": int(told["checksum"], 16)}))
+    return (header.ljust(HEADER_PAGE, b"\0") + data).ljust(image_bytes(len(data)), b"\0")
 
 
 @click.command(

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvstore.commands.frame import Call, Command, Option, store_option
-from kvstore.errors import UsageError
+from kvstore.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from kvstore.config import Loaded
     from kvstore.guard import GuardFiles
+    from kvstore.opening import Options
+    from kvstore.reload import Change
     from kvstore.server import ServerOptions
 
 LEFT_TO_THE_STORE = ("engine", "capacity", "min_free")
@@ -89,6 +92,9 @@ def _setting(name: str, metavar: str, text: str, section: str = "Options") -> Ca
 def serve(call: Call, /, check_only: bool, **flags: str | bool | None) -> int:
     """Run the daemon in the foreground until SIGTERM.
 
+    The configuration file is read again on SIGHUP, and when it was changed and then left alone for
+    a second. If anything in it is wrong, all settings stay, and "kvstore status" tells what it is.
+
     With -q it logs warnings and errors only.
     """
     from kvstore import config, logs
@@ -111,7 +117,71 @@ def serve(call: Call, /, check_only: bool, **flags: str | bool | None) -> int:
 
     _make_socket_folder(loaded)
     _make_default_parent(loaded)
-    return run_daemon(_server_options(loaded))
+    options = _server_options(loaded)
+    return run_daemon(options, Configuration(call.flags(**flags), loaded, options))
+
+
+class Configuration:
+    """The settings of a daemon, read again while it serves; see :mod:`kvstore.reload`.
+
+    Made of what it was started with: ``flags`` count as before, ``loaded`` and ``options`` are in
+    force. The log is ours, so its settings are taken over here.
+    """
+
+    def __init__(self, flags: Mapping[str, object], loaded: Loaded, options: ServerOptions) -> None:
+        from kvstore import config
+
+        self.file, _ = config.file_path(flags, os.environ)
+        self._flags, self._loaded, self._options = flags, loaded, options
+        self._was_there = loaded.file is not None
+
+    def read(self) -> Change:
+        """Read all settings, and judge them as a start would. Raises ConfigError."""
+        from kvstore import config, logs
+        from kvstore.reload import Change
+
+        new = config.load(self._flags)
+        if self._was_there and new.file is None:
+            raise ConfigError(
+                f"the configuration file {self.file} is gone", "put it back, an empty one will do"
+            )
+        config.check_memory(new)
+        check_access(new)
+        changed = _changed(self._loaded, new)
+        told = {name: (config.name_of(name), _told(new, name)) for name in changed}
+        taken = dict(told[name] for name in changed if name in config.LIVE)
+        waiting = dict(told[name] for name in changed if name not in config.LIVE)
+        self._take(new)
+        logs.start_logging(self._loaded.settings.log_level, self._loaded.settings.log_format)
+        return Change(self._options, taken, waiting)
+
+    def _take(self, new: Loaded) -> None:
+        from msgspec import structs
+
+        from kvstore import config
+
+        live = {name: getattr(new.settings, name) for name in config.LIVE}
+        settings = structs.replace(self._loaded.settings, **live)
+        origins = self._loaded.origins | {name: new.origins[name] for name in live}
+        self._loaded = self._loaded._replace(settings=settings, origins=origins)
+        inner = _of(live, self._options.options)
+        outer = _of(live, self._options)
+        self._options = replace(
+            self._options, options=replace(self._options.options, **inner), **outer
+        )
+        self._was_there = new.file is not None
+
+
+def _changed(old: Loaded, new: Loaded) -> list[str]:
+    """Return the attributes of settings that differ."""
+    return [
+        name for name in old.origins if getattr(old.settings, name) != getattr(new.settings, name)
+    ]
+
+
+def _of(values: Mapping[str, Any], options: Options | ServerOptions) -> dict[str, Any]:
+    """Return those of the values that the options have a field for."""
+    return {field.name: values[field.name] for field in fields(options) if field.name in values}
 
 
 def check_access(loaded: Loaded) -> None:
@@ -161,15 +231,21 @@ def _make_default_parent(loaded: Loaded) -> None:
 
 
 def _log_settings(loaded: Loaded) -> None:
-    from kvstore import config
-
-    for name, value, origin in config.describe(loaded):
-        found: tuple[object, object] = (value, origin)
-        if value is None and name in LEFT_TO_THE_STORE:
-            found = _left_to_the_store(loaded, name)
-        log.info("%s = %s (%s)", name, shown(found[0]), found[1])
+    for name in loaded.origins:
+        log.info(_told(loaded, name))
     for name in loaded.ignored:
         log.info("environment variable %s is not a setting; ignored", name)
+
+
+def _told(loaded: Loaded, attribute: str) -> str:
+    """Return a setting in a line, with where it came from; what nobody set as it will be."""
+    from kvstore import config
+
+    found: tuple[object, object]
+    found = getattr(loaded.settings, attribute), loaded.origins[attribute]
+    if found[0] is None and attribute in LEFT_TO_THE_STORE:
+        found = _left_to_the_store(loaded, attribute)
+    return f"{config.name_of(attribute)} = {shown(found[0])} ({found[1]})"
 
 
 def _left_to_the_store(loaded: Loaded, name: str) -> tuple[object, object]:

@@ -27,6 +27,7 @@ _STORE: Fields = {
 _DAEMON: Fields = {
     "state": ("string", "ready, degraded or draining; recovering see below"),
     "problems": ("list of string", "what makes it degraded"),
+    "restart_settings": ("list of string", "settings changed on disk that need a restart"),
     "version": ("string", "version of the daemon"),
     "pid": ("integer", "process of the daemon"),
     "socket": ("string", "its Unix socket"),
@@ -77,6 +78,7 @@ STATUS: Fields = {
     "memory_errors": ("integer", "copies in memory that failed verification"),
     "failed_jobs": ("integer", "pieces of work that failed"),
     "scrub": ("scrub", "verification of what lies on disk"),
+    "incoming": ("incoming", "files dropped into incoming/ since the store was opened"),
     "uptime_seconds": ("number", "since the store was opened"),
 }
 RECOVERING: Fields = {

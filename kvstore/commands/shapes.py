@@ -93,6 +93,7 @@ SHAPES: dict[str, Fields] = {
         "value": ("object or null", "bytes and seconds as numbers; null is left to the store"),
         "origin": ("string", "flag, variable, path of a file, or default"),
         "source": ("string", "flag, environment, file or default"),
+        "change": ("string", "live or restart: when a daemon that serves takes a change over"),
     },
     "corrupt": {
         "header": ("integer", "records without a valid header"),
@@ -118,6 +119,12 @@ SHAPES: dict[str, Fields] = {
         "unreadable": ("integer", "records that the device refused to read"),
     },
     "scrub": SCRUB,
+    "incoming": {
+        "taken": ("integer", "records that were put"),
+        "present": ("integer", "records whose block was there already"),
+        "waiting": ("integer", "files that are tried again"),
+        "refused": ("integer", "files that stay until they are changed or removed"),
+    },
     "kept": {
         "pinned": ("integer", "blocks that are pinned"),
         "in_use": ("integer", "blocks leased, being read or written"),

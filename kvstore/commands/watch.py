@@ -89,6 +89,8 @@ def _status_lines(call: Call, found: Mapping[str, Any]) -> Iterator[str]:
 
     state = call.output.state(str(found.get("state")))
     yield from render.fields([("state", state), *_rows(found)])
+    if waiting := found.get("restart_settings"):
+        yield f"restart to apply: {', '.join(waiting)}"
     for kind in ("problems", "notes"):
         for text in found.get(kind) or ():
             yield f"{kind[:-1]}: {text}"

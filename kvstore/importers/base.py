@@ -147,12 +147,9 @@ def read_file(entry: Entry, target: memoryview) -> str:
     try:
         with files.open_regular(entry.path) as opened:
             before = os.fstat(opened.fileno())
-            filled = 0
-            while filled < len(target):
-                got = os.preadv(opened.fileno(), [target[filled:]], filled)
-                if not got:
-                    return f"only {filled} of {len(target)} bytes are there"
-                filled += got
+            filled = files.read_into(opened.fileno(), target)
+            if filled < len(target):
+                return f"only {filled} of {len(target)} bytes are there"
             after = os.fstat(opened.fileno())
     except (OSError, CorruptStore) as error:
         return f"it cannot be read: {getattr(error, 'strerror', None) or error}"
