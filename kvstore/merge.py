@@ -182,7 +182,8 @@ class Merge:
 
     def _check_room(self, store: Store, wanted: Sequence[Entry]) -> None:
         core = store.core
-        needed = sum(record.image_bytes(one.length) for one in wanted)
+        lengths = np.array([one.length for one in wanted], np.uint32)
+        needed = int(core.engine.record_bytes_of(lengths).sum())
         usage = core.usage()
         room = core.space.high(usage.overhead) - usage.taken
         if needed > room:

@@ -42,6 +42,7 @@ class Counters:
     read_bytes: int = 0
     written_bytes: int = 0
     corrupt_blocks: int = 0
+    repaired_blocks: int = 0
     """Records that failed verification: an alarm."""
     stale_blocks: int = 0
     """A whole record of another key or version was found in a block's place."""

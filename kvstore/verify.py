@@ -15,6 +15,7 @@ import numpy as np
 
 from kvstore import record
 from kvstore.backends.base import Status
+from kvstore.backends.judging import judge
 from kvstore.errors import CorruptBlock
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class Kind(IntEnum):
     """A valid record of another block or version."""
     PADDING = 7
     """The right bytes; what carries nothing is not zero."""
+    CHUNK = 8
+    """A chunk of the payload is damaged and can be brought back."""
 
 
 class Verdicts(NamedTuple):
@@ -103,22 +106,20 @@ def _judge(engine: Engine, blocks: Blocks, room: _Room) -> list[tuple[Kind, str]
     images = room.images(blocks)
     read = engine.get_many_into(blocks, images)
     columns = zip(
-        blocks.key_list(), blocks.lengths.tolist(), blocks.generations.tolist(),
-        read.statuses.tolist(), read.filled.tolist(), images, strict=True,
-    )  # fmt: skip
-    store = engine.context.store_uuid
+        *(images, blocks.lengths.tolist(), read.statuses.tolist(), read.filled.tolist()),
+        strict=True,
+    )
     found = []
-    for key, length, generation, status, filled, image in columns:
-        if status == Status.MISSING:
+    for number, (image, length, status, filled) in enumerate(columns):
+        judged = judge(engine, blocks, number, image, status, filled)
+        if judged.status == Status.MISSING:
             found.append((Kind.MISSING, "no record is there"))
-        elif status not in (Status.OK, Status.DAMAGED):
+        elif judged.status not in (Status.OK, Status.DAMAGED):
             found.append((Kind.UNREADABLE, "it cannot be read"))
+        elif judged.repaired:
+            found.append((Kind.CHUNK, "a chunk of the payload, which its parity chunk has"))
         else:
-            verdict, _, why = record.judge(
-                image, filled, store=store, namespace=blocks.namespace, shard=blocks.shard, key=key,
-                generation=generation, length=length,
-            )  # fmt: skip
-            kind = _kind(verdict, image, filled)
+            kind, why = _kind(judged.verdict, image, filled), judged.reason
             if kind == Kind.OK and _padded(image, length):
                 kind, why = Kind.PADDING, "bytes beside header or payload are not zero"
             found.append((kind, why))

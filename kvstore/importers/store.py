@@ -10,6 +10,7 @@ import numpy as np
 from kvstore import checkpoint, copying, layout, record, versions
 from kvstore.backends import engine_class, plain_name
 from kvstore.backends.base import EngineContext, Finding
+from kvstore.backends.judging import judge_all
 from kvstore.errors import ConfigError, CorruptStore
 from kvstore.events import Kind
 from kvstore.importers.base import Entry, Listing, Pin, Space, Taken
@@ -103,9 +104,8 @@ class StoreSource:
         (blocks,) = versions.blocks_of(rows)
         size = int(record.image_bytes_of(blocks.lengths).sum())
         images = copying.cut(memoryview(mmap.mmap(-1, size)), blocks)
-        read = self._open().get_many_into(blocks, images)
         taken = []
-        reasons = copying.faults(self._record.uuid, blocks, images, read)
+        reasons = copying.faults(judge_all(self._open(), blocks, images))
         for image, target, reason in zip(images, targets, reasons, strict=True):
             if reason:
                 taken.append(Taken(reason=reason))
@@ -119,7 +119,11 @@ class StoreSource:
         if self._engine is None:
             found = self._record
             context = EngineContext(
-                self.root / found.blocks, found.uuid, found.engine_options, read_only=True
+                self.root / found.blocks,
+                found.uuid,
+                found.engine_options,
+                read_only=True,
+                parity=found.parity,
             )
             self._engine = engine_class(found.engine)(context)
             self._engine.open()
