@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from kvstore import files, layout, record
 from kvstore.backends.base import Status
-from kvstore.backends.judging import judge_all
+from kvstore.backends.judging import judge_whole
 from kvstore.errors import CorruptStore, KVStoreError
 
 if TYPE_CHECKING:
@@ -38,14 +38,14 @@ _MANIFEST_SHARE = 8
 def examine(engine: Engine, one: Blocks) -> str:
     """Read one record, apart from everything else, and tell what it is.
 
-    Returns ``whole``, ``repaired`` (damaged, but it could be brought back), ``missing``,
+    Returns ``whole``, ``repaired`` (whole, but by or without its parity chunk), ``missing``,
     ``damaged`` or ``unknown``: what could not be read for another reason may be whole, and must not
     be dropped for it.
     """
-    (found,) = judge_all(engine, one, [_image_of(one)])
+    (found,) = judge_whole(engine, one, [_image_of(one)])
     if found.status not in (Status.OK, Status.DAMAGED):
         return "missing" if found.status == Status.MISSING else "unknown"
-    if found.repaired:
+    if found.repaired or found.bare:
         return "repaired"
     return "whole" if found.good else "damaged"
 

@@ -34,6 +34,7 @@ from kvstore.isolate import Child, describe, make, serve
 from kvstore.keys import space_number
 from kvstore.opening import Options, open_store
 from kvstore.removal import discard
+from kvstore.rewrite import rewrite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -183,7 +184,7 @@ def _mend(document: Document, arrays: list[Array]) -> Answers:
     try:
         _check_writable(store)
         yield {"repaired": _rewrite(store.core.engine, bad)}, []
-        yield {"dropped": _drop(store, bad)}, []
+        yield _drop(store, bad), []
         store.checkpoint()
         store.run_chores()
         _check_writable(store)
@@ -273,9 +274,10 @@ def _rewrite_one(engine: Engine, one: Blocks) -> bool:
     return bool(engine.put_many(one, [image], sync=True).statuses[0] == Status.OK)
 
 
-def _drop(store: Store, bad: np.ndarray) -> int:
-    """Copy damaged blocks to quarantine and drop them, as a read that met one would."""
-    core, dropped = store.core, 0
+def _drop(store: Store, bad: np.ndarray) -> Document:
+    """Copy damaged blocks to quarantine and drop them, as a read that met one would; write again
+    what could be brought back."""
+    core, done = store.core, {"dropped": 0, "repaired": 0}
     for blocks in versions.blocks_of(bad):
         namespace = core.namespaces.known(blocks.namespace)
         space = space_number(namespace.number, blocks.shard)
@@ -292,9 +294,12 @@ def _drop(store: Store, bad: np.ndarray) -> int:
             for kind in ("missing", "damaged"):
                 chosen = there & (kinds == kind)
                 discard(core, rows[some][chosen], blocks.generations[some][chosen], kind)
-                dropped += int(chosen.sum())
+                done["dropped"] += int(chosen.sum())
+            again = there & (kinds == "repaired")
+            rewrite(core, rows[some][again])
+            done["repaired"] += int(again.sum())
             store.run_chores()
-    return dropped
+    return done
 
 
 def _note(folder: Path, path: str, reason: str) -> None:

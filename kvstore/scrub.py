@@ -20,7 +20,7 @@ import numpy as np
 
 from kvstore import files, record, versions
 from kvstore.backends.base import Status
-from kvstore.backends.judging import judge_all
+from kvstore.backends.judging import judge_whole
 from kvstore.errors import Busy, KVStoreError
 from kvstore.index import DISK, UNSYNCED
 from kvstore.job import Job, Step
@@ -76,10 +76,10 @@ class Verify(Job):
         for part, blocks in self._groups:
             some = slice(start, start + len(part))
             images = [extent.view for extent in self._extents[some]]
-            found = judge_all(self._core.engine, blocks, images)
+            found = judge_whole(self._core.engine, blocks, images)
             self._reads[some] = [one.status for one in found]
             self._verdicts[some] = [one.verdict for one in found]
-            self._repaired[some] = [one.repaired for one in found]
+            self._repaired[some] = [one.repaired or one.bare for one in found]
             self._places += self._core.engine.where(blocks)
             start += len(part)
 

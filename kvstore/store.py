@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore import events, versions
+from kvstore import events, node, parity, versions
 from kvstore.answers import BlockStatus
 from kvstore.errors import EngineError
 from kvstore.get import Get, Warm
@@ -71,6 +71,7 @@ class Store:
         self._upkeep = Upkeep(core)
         self.scrub = Scrub(core, core.scrub_rate)
         self._opened = time.monotonic()
+        self._disk_checksums = node.checksums_data(core.path / core.record.blocks)
 
     # -- jobs -------------------------------------------------------------------------------------
 
@@ -322,6 +323,8 @@ class Store:
         return {
             "state": "degraded" if problems else "ready",
             "engine": core.record.engine,
+            "parity": parity.KINDS[core.record.parity],
+            "disk_checksums": self._disk_checksums,
             "io": core.stats.io,
             "write": "late" if core.late.on else "through",
             "store": str(core.path),

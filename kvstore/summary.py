@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore import checkpoint, layout, parity
+from kvstore import checkpoint, layout, node, parity
 from kvstore.events import Kind
 from kvstore.namespaces import Namespaces
 from kvstore.settle import settle
@@ -63,6 +63,8 @@ class Summary:
             "uuid": self.record.uuid,
             "format": self.record.format,
             "engine": self.record.engine,
+            "parity": parity.KINDS[self.record.parity],
+            "disk_checksums": node.checksums_data(self.store / self.record.blocks),
             "capacity_bytes": self.record.capacity_bytes,
             "created": self.record.created,
             "opens": self.record.opens,

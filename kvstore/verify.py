@@ -15,13 +15,14 @@ import numpy as np
 
 from kvstore import record
 from kvstore.backends.base import Status
-from kvstore.backends.judging import judge
+from kvstore.backends.judging import judge_whole
 from kvstore.errors import CorruptBlock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvstore.backends.base import U8, Blocks, Engine
+    from kvstore.backends.judging import Judged
 
 BATCH_BYTES = 4 << 20
 """Of images read in one go by a thread: a block of 64 MiB is one of its own."""
@@ -47,6 +48,8 @@ class Kind(IntEnum):
     """The right bytes; what carries nothing is not zero."""
     CHUNK = 8
     """A chunk of the payload is damaged and can be brought back."""
+    PARITY = 9
+    """The payload is whole, its parity chunk is not."""
 
 
 class Verdicts(NamedTuple):
@@ -104,22 +107,21 @@ class _Room:
 
 def _judge(engine: Engine, blocks: Blocks, room: _Room) -> list[tuple[Kind, str]]:
     images = room.images(blocks)
-    read = engine.get_many_into(blocks, images)
     columns = zip(
-        *(images, blocks.lengths.tolist(), read.statuses.tolist(), read.filled.tolist()),
-        strict=True,
+        *(images, blocks.lengths.tolist(), judge_whole(engine, blocks, images)), strict=True
     )
     found = []
-    for number, (image, length, status, filled) in enumerate(columns):
-        judged = judge(engine, blocks, number, image, status, filled)
+    for image, length, judged in columns:
         if judged.status == Status.MISSING:
             found.append((Kind.MISSING, "no record is there"))
         elif judged.status not in (Status.OK, Status.DAMAGED):
             found.append((Kind.UNREADABLE, "it cannot be read"))
         elif judged.repaired:
-            found.append((Kind.CHUNK, "a chunk of the payload, which its parity chunk has"))
+            found.append((Kind.CHUNK, "a chunk of the payload, which can be brought back"))
+        elif judged.bare:
+            found.append((Kind.PARITY, "its parity chunk does not have its sum"))
         else:
-            kind, why = _kind(judged.verdict, image, filled), judged.reason
+            kind, why = _kind(judged, image), judged.reason
             if kind == Kind.OK and _padded(image, length):
                 kind, why = Kind.PADDING, "bytes beside header or payload are not zero"
             found.append((kind, why))
@@ -134,13 +136,13 @@ def _padded(image: memoryview, length: int) -> bool:
     return bool(header.any() or np.frombuffer(image, np.uint8)[record.HEADER_PAGE + length :].any())
 
 
-def _kind(verdict: record.Verdict, image: memoryview, filled: int) -> Kind:
-    if verdict == record.Verdict.OK:
+def _kind(judged: Judged, image: memoryview) -> Kind:
+    if judged.verdict == record.Verdict.OK:
         return Kind.OK
-    if verdict == record.Verdict.STALE:
+    if judged.verdict == record.Verdict.STALE:
         return Kind.STALE
     try:
-        record.decode(image[: min(filled, record.HEADER_PAGE)])
+        record.decode(image[: min(judged.filled, record.HEADER_PAGE)])
     except CorruptBlock:
         return Kind.HEADER
-    return Kind.PAYLOAD if filled == len(image) else Kind.TRUNCATED
+    return Kind.PAYLOAD if judged.filled == len(image) else Kind.TRUNCATED

@@ -11,6 +11,7 @@ import pytest
 from kvstore.client import Client
 from kvstore.commands.documents import LINES
 from kvstore.commands.shapes import unlike
+from kvstore.scrub import KINDS
 from tests.command import Daemon
 from tests.damage import assert_nothing_is_held, copies, file_of, flip
 from tests.stores import MIB, Local, block, key
@@ -41,7 +42,7 @@ def spoil(local: Local, *numbers: int) -> None:
 def test_a_whole_store_has_no_findings(local: Local) -> None:
     told = scrub(local)
     assert (told["state"], told["blocks"], told["bytes"]) == ("idle", COUNT, COUNT * 106_496)
-    assert told["found"] == {"damaged": 0, "missing": 0, "stale": 0, "unreadable": 0}
+    assert told["found"] == dict.fromkeys(KINDS, 0)
     assert local.core.counters.hits == local.core.counters.misses == 0
     assert not local.store.problems()
 
@@ -51,14 +52,15 @@ def test_damage_on_disk_is_found_though_memory_has_the_block(local: Local) -> No
     spoil(local, 7, 30)
     file_of(local, key(11)).unlink()
     told = scrub(local)
-    assert told["found"] == {"damaged": 2, "missing": 1, "stale": 0, "unreadable": 0}
+    nothing = dict.fromkeys(KINDS, 0)
+    assert told["found"] == nothing | {"damaged": 1, "missing": 1, "repaired": 1}
     found = {(one["kind"], one["key"]) for one in local.store.scrub.findings}
     assert found == {
-        ("damaged", key(7).hex()), ("damaged", key(30).hex()), ("missing", key(11).hex())
+        ("repaired", key(7).hex()), ("damaged", key(30).hex()), ("missing", key(11).hex())
     }  # fmt: skip
-    assert local.get([key(7), key(30), key(11)]) == [None] * 3
-    assert len(copies(local.path)) == 2
-    assert scrub(local)["found"] == {"damaged": 0, "missing": 0, "stale": 0, "unreadable": 0}
+    assert local.get([key(7), key(30), key(11)]) == [block(7, 100_000), None, None]
+    assert len(copies(local.path)) == 1
+    assert scrub(local)["found"] == dict.fromkeys(KINDS, 0)
 
 
 def test_the_alarm_lasts_until_somebody_has_seen_it(local: Local, tmp_path: Path) -> None:

@@ -29,13 +29,16 @@ _LOST = (*_TOLD, int(Status.UNREADABLE))
 
 class Judged(NamedTuple):
     """``status``: what the read said, OK also for a record that was ``repaired``. ``verdict``:
-    DAMAGED too where nothing was read. ``checksum`` of the payload, 0 unless OK."""
+    DAMAGED too where nothing was read. ``checksum`` of the payload, 0 unless OK. ``filled``: bytes
+    of the image that were read. ``bare``: whole, but its parity chunk is not."""
 
     status: int
     verdict: Verdict
     checksum: int
     reason: str
+    filled: int
     repaired: bool = False
+    bare: bool = False
 
     @property
     def good(self) -> bool:
@@ -75,8 +78,8 @@ def judge(
     if engine.context.parity and verdict is Verdict.DAMAGED and status in _LOST:
         found = _bring_back(engine, blocks, number, image)
         if found:
-            return Judged(int(Status.OK), Verdict.OK, found, "", repaired=True)
-    return Judged(status, verdict, checksum, reason)
+            return Judged(int(Status.OK), Verdict.OK, found, "", len(image), repaired=True)
+    return Judged(status, verdict, checksum, reason, filled)
 
 
 def judge_all(engine: Engine, blocks: Blocks, images: Sequence[memoryview]) -> list[Judged]:
@@ -89,22 +92,53 @@ def judge_all(engine: Engine, blocks: Blocks, images: Sequence[memoryview]) -> l
     ]
 
 
-def _bring_back(engine: Engine, blocks: Blocks, number: int, image: memoryview) -> int:
-    """Read one record again, with its parity chunk; fill the image and return its checksum if it is
-    whole then, else 0."""
+def judge_whole(engine: Engine, blocks: Blocks, images: Sequence[memoryview]) -> list[Judged]:
+    """Do as :func:`judge_all`, and look at the parity chunks as well; each record is read once."""
+    if not engine.context.parity:
+        return judge_all(engine, blocks, images)
+    return [_judge_one(engine, blocks, number, image) for number, image in enumerate(images)]
+
+
+def _judge_one(engine: Engine, blocks: Blocks, number: int, image: memoryview) -> Judged:
     one = blocks.take(slice(number, number + 1))
+    whole = _read_whole(engine, one)
+    if whole is not None:
+        verdict, checksum, _ = compare(engine.context.store_uuid, one, 0, whole, len(image))
+        if verdict is Verdict.OK:
+            _copy(whole[: len(image)], image)
+            header = record.decode(whole[:HEADER_PAGE])
+            bare = header.parity is not None and not parity.spare_is_whole(whole, header)
+            return Judged(int(Status.OK), verdict, checksum, "", len(image), bare=bare)
+    # The plain way tells what else it may be.
+    return judge_all(engine, one, [image])[0]
+
+
+def _read_whole(engine: Engine, one: Blocks) -> memoryview | None:
+    """Return a record with its parity chunk as far as it can be read, None if nothing is there."""
     whole = memoryview(mmap.mmap(-1, int(engine.record_bytes_of(one.lengths)[0])))
-    again = whole[: len(image)]
-    if not engine.reread(one, whole):
+    return whole if engine.reread(one, whole) else None
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def _bring_back(engine: Engine, blocks: Blocks, number: int, image: memoryview) -> int:
+    """Read one record again, with its parity chunk; if it is whole then, fill the image and return
+    its checksum, else 0."""
+    one = blocks.take(slice(number, number + 1))
+    whole = _read_whole(engine, one)
+    if whole is None:
         return 0
     try:
         header = record.decode(whole[:HEADER_PAGE])
     except CorruptBlock:
         return 0
-    if header.stored_length != int(one.lengths[0]) or not parity.repair(whole, header):
+    if header.stored_length != int(one.lengths[0]):
         return 0
-    verdict, checksum, _ = compare(engine.context.store_uuid, one, 0, again, len(again))
-    if verdict is not Verdict.OK:
-        return 0
-    np.copyto(np.frombuffer(image, np.uint8), np.frombuffer(again, np.uint8))
+    # What the device refused at once it may give page by page: then nothing is lost.
+    parity.repair(whole, header)
+    verdict, checksum, _ = compare(engine.context.store_uuid, one, 0, whole, len(image))
+    if verdict is Verdict.OK:
+        _copy(whole[: len(image)], image)
     return checksum

@@ -169,6 +169,7 @@ def show(call: Call, origin: bool) -> None:
 
 SAMPLES = {
     "engine": '"filesystem"',
+    "parity": '"xor"',
     "capacity": '"512GiB"',
     "min_free": '"10GiB"',
     "listen": '"tcp://127.0.0.1:7700"',
