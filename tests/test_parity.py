@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from tests.damage_matrix import Here
 from tests.migrating import ENGINES
 from tests.stores import MIB, Local, block, key
 
+GOLDEN = Path(__file__).parent / "golden"
 LONG = os.environ.get("PROMISES") == "long"
 SIZE = 300_000
 """Five chunks, two pieces of a key/value engine."""
@@ -121,6 +123,21 @@ def test_the_parity_chunk_is_what_the_page_says() -> None:
     parts = [*(payload[at : at + 65_536] for at in range(0, SIZE, 65_536)), spare_of(payload)]
     sums = b"".join(record.payload_checksum(part).to_bytes(8, "little")[:4] for part in parts)
     assert header.parity == record.Parity(65_536, sums)
+
+
+def test_the_golden_record_with_parity() -> None:
+    plain = (GOLDEN / "envelope.kvb").read_bytes()
+    golden = (GOLDEN / "parity.kvb").read_bytes()
+    whole = parity.protect(memoryview(bytearray(plain)), memoryview(bytearray(len(golden))))
+    assert bytes(whole) == golden
+    header = record.decode(golden)
+    assert header == record.decode(plain)
+    assert header.parity is not None
+    assert header.parity.chunk_bytes == len(golden) - len(plain) == 4096
+    damaged = bytearray(golden)
+    damaged[4097] ^= 0xFF
+    assert parity.repair(memoryview(damaged), header)
+    assert damaged == golden
 
 
 def test_damage_of_the_parity_chunk_itself_repairs_nothing() -> None:
@@ -313,7 +330,9 @@ def test_a_copy_in_memory_that_is_damaged_too_does_not_count(tmp_path: Path) -> 
     local.kill()
 
 
-def test_a_durable_block_is_synced_before_its_damaged_record_goes(tmp_path: Path) -> None:
+def test_a_durable_block_is_synced_before_its_damaged_record_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A power loss in between would take both records of a block that was to survive one."""
     local = opened(tmp_path / "store")
     assert not any(local.put([key(1)], [block(1, SIZE)], durable=True))
@@ -322,15 +341,16 @@ def test_a_durable_block_is_synced_before_its_damaged_record_goes(tmp_path: Path
     engine = local.core.engine
     put, delete = engine.put_many, engine.delete_many
 
-    def put_many(blocks, images, *, sync):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    def put_many(blocks: Any, images: Any, *, sync: bool) -> Any:
         seen.append(("put", sync))
         return put(blocks, images, sync=sync)
 
-    def delete_many(blocks, how):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    def delete_many(blocks: Any, how: Any) -> Any:
         seen.append(("delete", False))
         return delete(blocks, how)
 
-    engine.put_many, engine.delete_many = put_many, delete_many  # type: ignore[method-assign]
+    monkeypatch.setattr(engine, "put_many", put_many)
+    monkeypatch.setattr(engine, "delete_many", delete_many)
     for number, durable in ((2, False), (1, True)):
         path = file_of(local, key(number))
         data = bytearray(path.read_bytes())
@@ -491,7 +511,7 @@ def test_who_does_not_know_parity_may_only_read(
 ) -> None:
     path = tmp_path / "store"
     make(path, "filesystem")
-    monkeypatch.setitem(layout.KNOWN_FEATURES, "ro_compat", frozenset())  # type: ignore[misc]
+    monkeypatch.setitem(layout.KNOWN_FEATURES, "ro_compat", frozenset())
     assert "parity" in layout.read(path).read_only_reason
     with pytest.raises(ReadOnly):
         Local(path, parity=None)

@@ -21,8 +21,10 @@ COUNT = 50
 
 @pytest.fixture
 def local(tmp_path: Path) -> Iterator[Local]:
+    before = Local(tmp_path / "store")
+    before.put([key(n) for n in range(COUNT)], [block(n, 100_000) for n in range(COUNT)])
+    before.stop()
     opened = Local(tmp_path / "store", memory_bytes=16 * MIB)
-    opened.put([key(n) for n in range(COUNT)], [block(n, 100_000) for n in range(COUNT)])
     yield opened
     assert_nothing_is_held(opened)
     opened.kill()
@@ -37,6 +39,12 @@ def scrub(local: Local, rate: int = 0) -> dict[str, object]:
 def spoil(local: Local, *numbers: int) -> None:
     for number in numbers:
         flip(file_of(local, key(number)), 5000)
+
+
+def restart(daemon: Daemon) -> None:
+    """Empty the memory, which would make good what is damaged on disk."""
+    assert daemon.stop() == 0
+    daemon.start()
 
 
 def test_a_whole_store_has_no_findings(local: Local) -> None:
@@ -148,6 +156,7 @@ def test_the_command(tmp_path: Path) -> None:
         client.put_many(names, [block(n, 9000) for n in range(COUNT)], ack="written")
     assert daemon.run("scrub", "start", "--wait").code == 0
     assert daemon.run("scrub", "pause").code == 4
+    restart(daemon)
     victim = next(iter(sorted((daemon.store / "blocks").rglob("*.kvb"))))
     flip(victim, 4096 + 17)
     ran = daemon.run("scrub", "start", "--wait", "--rate", "max", "--json")
@@ -174,6 +183,7 @@ def test_fsck_through_the_daemon(tmp_path: Path) -> None:
         client.put_many(names, [block(n, 9000) for n in range(COUNT)], ack="written")
     ran = daemon.run("fsck", "--online")
     assert (ran.code, "clean: 50 blocks" in ran.text) == (0, True), ran
+    restart(daemon)
     first, second = sorted((daemon.store / "blocks").rglob("*.kvb"))[:2]
     flip(first, 4096 + 17)
     second.unlink()
