@@ -75,7 +75,8 @@ def spare_of(payload: bytes) -> bytes:
     chunks = [
         payload[at : at + 65_536].ljust(65_536, b"\0") for at in range(0, len(payload), 65_536)
     ]
-    return np.bitwise_xor.reduce([np.frombuffer(chunk, np.uint8) for chunk in chunks]).tobytes()
+    spare: bytes = np.bitwise_xor.reduce([np.frombuffer(c, np.uint8) for c in chunks]).tobytes()
+    return spare
 
 
 # -- chunks ---------------------------------------------------------------------------------------
