@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore import lookup, plan, protocol, record, versions
+from kvstore import lookup, plan, protocol, versions
 from kvstore.asked import (
     Asked,
     Document,
@@ -116,7 +116,7 @@ async def inspect(request: Request, asked: Asked) -> Document:
         "parent": None if parent == NONE else store.names(one * 0 + parent)[0][1][2],
         "children": int(index.children[row]),
         "bytes": length,
-        "record_bytes": record.image_bytes(length),
+        "record_bytes": int(index.record_bytes(index.sizes[one])[0]),
         "generation": int(index.generations[row]),
         "place": int(index.places[row]),
         "last_use": int(index.last_use[row]) / 1e6,
@@ -132,7 +132,7 @@ async def inspect(request: Request, asked: Asked) -> Document:
     block = _block(store, row)
     index.acquire(one)
     try:
-        read = partial(lookup.read_record, core.engine, core.uuid, block)
+        read = partial(lookup.read_record, core.engine, block)
         return told | await request.server.in_worker(read)
     finally:
         core.release(one, block.generations)

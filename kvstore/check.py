@@ -16,17 +16,15 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvstore import files, layout, record
 from kvstore.backends.base import Status
+from kvstore.backends.judging import judge_whole
 from kvstore.errors import CorruptStore, KVStoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
-    from kvstore.backends.base import U8, Blocks, Engine
+    from kvstore.backends.base import Blocks, Engine
 
 log = logging.getLogger(__name__)
 
@@ -37,26 +35,19 @@ _MANIFEST_SHARE = 8
 """The manifest alone may take this fraction (1/n) of the limit beyond it."""
 
 
-def examine(engine: Engine, store: bytes, one: Blocks) -> str:
+def examine(engine: Engine, one: Blocks) -> str:
     """Read one record, apart from everything else, and tell what it is.
 
-    Returns ``whole``, ``missing``, ``damaged`` or ``unknown``: what could not be read for another
-    reason may be whole, and must not be dropped for it.
+    Returns ``whole``, ``repaired`` (whole, but by or without its parity chunk), ``missing``,
+    ``damaged`` or ``unknown``: what could not be read for another reason may be whole, and must not
+    be dropped for it.
     """
-    image, status = _read_alone(engine, one)
-    if status not in (Status.OK, Status.DAMAGED):
-        return "missing" if status == Status.MISSING else "unknown"
-    verdict, _, _ = record.judge(
-        image,
-        len(image),
-        store=store,
-        namespace=one.namespace,
-        shard=one.shard,
-        key=one.keys[0].tobytes(),
-        generation=int(one.generations[0]),
-        length=int(one.lengths[0]),
-    )
-    return "whole" if (status, verdict) == (Status.OK, record.Verdict.OK) else "damaged"
+    (found,) = judge_whole(engine, one, [_image_of(one)])
+    if found.status not in (Status.OK, Status.DAMAGED):
+        return "missing" if found.status == Status.MISSING else "unknown"
+    if found.repaired or found.bare:
+        return "repaired"
+    return "whole" if found.good else "damaged"
 
 
 def _read_alone(engine: Engine, one: Blocks) -> tuple[memoryview, Status]:
@@ -65,32 +56,13 @@ def _read_alone(engine: Engine, one: Blocks) -> tuple[memoryview, Status]:
     The memory goes with its last view: closing it here would fail while the traceback of an error
     still holds one.
     """
-    image = memoryview(mmap.mmap(-1, record.image_bytes(int(one.lengths[0]))))
+    image = _image_of(one)
     read = engine.get_many_into(one, [image])
     return image[: int(read.filled[0])], Status(int(read.statuses[0]))
 
 
-def judge_all(
-    engine: Engine, store: bytes, blocks: Blocks, images: Sequence[memoryview]
-) -> tuple[U8, U8]:
-    """Read records into ``images`` and judge them; return a Status and a Verdict for each.
-
-    A verdict counts where something was read (OK, DAMAGED); elsewhere it is DAMAGED.
-    """
-    read = engine.get_many_into(blocks, images)
-    verdicts = np.full(len(blocks), record.Verdict.DAMAGED, np.uint8)
-    for number in np.flatnonzero(np.isin(read.statuses, (Status.OK, Status.DAMAGED))).tolist():
-        verdicts[number], _, _ = record.judge(
-            images[number],
-            int(read.filled[number]),
-            store=store,
-            namespace=blocks.namespace,
-            shard=blocks.shard,
-            key=blocks.keys[number].tobytes(),
-            generation=int(blocks.generations[number]),
-            length=int(blocks.lengths[number]),
-        )
-    return read.statuses, verdicts
+def _image_of(one: Blocks) -> memoryview:
+    return memoryview(mmap.mmap(-1, record.image_bytes(int(one.lengths[0]))))
 
 
 class Quarantine:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore import record
-from kvstore.backends.base import Blocks, Finding, ScanBatch, Scanned
+from kvstore.backends.base import Blocks, Finding, Scanned
+from kvstore.backends.scanning import ScanBatch
 from kvstore.findings import Found, id_of
 
 if TYPE_CHECKING:

@@ -88,6 +88,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     socket: Path
     engine: str | None = None
     """Default: what STORE.json says; ``filesystem`` for a new store."""
+    parity: Literal["off", "xor"] | None = None
+    """Default: what STORE.json says; ``off`` for a new store."""
     capacity: Size | None = None
     """Default: what STORE.json says; half of the filesystem for a new store."""
     memory: Size = Size(GIB)

@@ -16,15 +16,17 @@ import numpy as np
 
 from kvstore import record, versions
 from kvstore.backends.base import Status
+from kvstore.backends.judging import judge_all
 from kvstore.errors import EngineError, StoreFull
 from kvstore.pages import Pages
-from kvstore.record import HEADER_PAGE, Verdict
+from kvstore.record import HEADER_PAGE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import TracebackType
 
-    from kvstore.backends.base import U64, Blocks, Engine, Mask, Read
+    from kvstore.backends.base import U64, Blocks, Engine, Mask
+    from kvstore.backends.judging import Judged
     from kvstore.events import Records
 
 Positions = np.ndarray
@@ -58,16 +60,14 @@ class Copied:
         return np.array([not reason for reason in self.reasons], np.bool_)
 
 
-def copy(
-    source: Engine, target: Engine, store: bytes, blocks: Blocks, memory: Sequence[memoryview]
-) -> Copied:
+def copy(source: Engine, target: Engine, blocks: Blocks, memory: Sequence[memoryview]) -> Copied:
     """Copy blocks; ``memory`` are two pieces of aligned memory, each with room for all images.
 
     A record that cannot be believed is left. Raises StoreFull where the target has no room,
     EngineError where it does not take a record or gives it back changed.
     """
     images = cut(memory[0], blocks)
-    reasons = faults(store, blocks, images, source.get_many_into(blocks, images))
+    reasons = faults(judge_all(source, blocks, images))
     chosen = np.flatnonzero([not reason for reason in reasons])
     places = np.zeros(len(blocks), np.uint64)
     if len(chosen):
@@ -75,7 +75,7 @@ def copy(
         for image, length in zip(images, kept.lengths.tolist(), strict=True):
             wipe(image, length)
         places[chosen] = _write(target, kept, images)
-        _compare(target, store, kept.at(places[chosen]), images, memory[1])
+        _compare(target, kept.at(places[chosen]), images, memory[1])
     return Copied(reasons, places)
 
 
@@ -85,30 +85,9 @@ def cut(memory: memoryview, blocks: Blocks) -> list[memoryview]:
     return [memory[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def faults(store: bytes, blocks: Blocks, images: Sequence[memoryview], read: Read) -> list[str]:
+def faults(found: list[Judged]) -> list[str]:
     """Return for each block why what was read is not its record, "" where it is."""
-    found = zip(
-        *(images, read.statuses.tolist(), read.filled.tolist(), blocks.key_list()),
-        *(blocks.generations.tolist(), blocks.lengths.tolist()),
-        strict=True,
-    )
-    reasons = []
-    for image, status, filled, key, generation, length in found:
-        if status not in (Status.OK, Status.DAMAGED):
-            reasons.append(REASONS[Status(status)])
-            continue
-        verdict, _, reason = record.judge(
-            image,
-            filled,
-            store=store,
-            namespace=blocks.namespace,
-            shard=blocks.shard,
-            key=key,
-            generation=generation,
-            length=length,
-        )
-        reasons.append("" if verdict is Verdict.OK else reason)
-    return reasons
+    return [REASONS.get(Status(one.status), one.reason) for one in found]
 
 
 def wipe(image: memoryview, length: int) -> None:
@@ -133,13 +112,13 @@ def _write(target: Engine, blocks: Blocks, images: Sequence[memoryview]) -> U64:
 
 
 def _compare(
-    target: Engine, store: bytes, blocks: Blocks, images: Sequence[memoryview], memory: memoryview
+    target: Engine, blocks: Blocks, images: Sequence[memoryview], memory: memoryview
 ) -> None:
     copies = cut(memory, blocks)
-    reasons = faults(store, blocks, copies, target.get_many_into(blocks, copies))
-    columns = zip(images, copies, blocks.lengths.tolist(), reasons, strict=True)
+    found = judge_all(target, blocks, copies)
+    columns = zip(images, copies, blocks.lengths.tolist(), faults(found), strict=True)
     for position, (image, again, length, reason) in enumerate(columns):
-        if reason or not _same(image, again, length):
+        if reason or found[position].repaired or not _same(image, again, length):
             key = blocks.keys[position].tobytes().hex()
             raise EngineError(
                 f"the copy of block {key} in the engine {target.name} reads back differently: "
@@ -149,22 +128,18 @@ def _compare(
 
 
 def _same(image: memoryview, again: memoryview, length: int) -> bool:
-    """Tell whether two images have the same header and payload."""
+    """Tell whether two images have the same header, but for parity, and payload."""
     one, other = np.frombuffer(image, np.uint8), np.frombuffer(again, np.uint8)
-    header = record.claimed_header_length(image[:HEADER_PAGE])
     payload = slice(HEADER_PAGE, HEADER_PAGE + length)
-    same = np.array_equal(one[:header], other[:header])
+    same = record.decode(image[:HEADER_PAGE]) == record.decode(again[:HEADER_PAGE])
     return same and np.array_equal(one[payload], other[payload])
 
 
 class Workers:
     """Threads that copy batches, each with its own memory; results come in the order of batches."""
 
-    def __init__(
-        self, source: Engine, target: Engine, store: bytes, batch_bytes: int, jobs: int
-    ) -> None:
+    def __init__(self, source: Engine, target: Engine, batch_bytes: int, jobs: int) -> None:
         self._engines = source, target
-        self._store = store
         self._bytes = batch_bytes
         self._jobs = jobs
         self._pool = ThreadPoolExecutor(jobs, "migrate")
@@ -202,4 +177,4 @@ class Workers:
             self._own.pages = [Pages(self._bytes), Pages(self._bytes)]
         memory = [pages.memory for pages in self._own.pages]
         (blocks,) = versions.blocks_of(rows)
-        return copy(*self._engines, self._store, blocks, memory)
+        return copy(*self._engines, blocks, memory)

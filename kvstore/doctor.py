@@ -36,6 +36,7 @@ FILESYSTEMS: dict[str, str] = {
     "fuse": "locks, syncs and O_DIRECT depend on a program: use a local disk",
 }
 """What is to be said of a type of filesystem; nothing where the store was tested thoroughly."""
+_CHECKSUMS = {True: ", verifies data", False: ", does not verify data", None: ""}
 BAD_OPTIONS = {
     "nobarrier": "a power loss may take what was durable",
     "barrier=0": "a power loss may take what was durable",
@@ -130,6 +131,7 @@ def _filesystem(subject: Subject) -> Found:
     for option, why in BAD_OPTIONS.items():
         if option in mount.options:
             return Found("warn", f"{named}: {option}: {why}", f"remount without {option}")
+    named += _CHECKSUMS[node.checksums_data(subject.store)]
     why = FILESYSTEMS.get(mount.kind.split(".")[0], "the store was not tested on it")
     return Found("warn" if why else "ok", named, why)
 

@@ -87,6 +87,7 @@ METRICS = (
         {
             "damaged": ("corrupt_blocks",), "stale": ("stale_blocks",),
             "missing": ("missing_blocks",), "unsynced": ("unsynced_blocks",),
+            "repaired": ("repaired_blocks",),
         },
     ),
     _one("kvstore_read_errors_total", "counter", "Reads that the device refused", "read_errors"),

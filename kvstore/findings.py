@@ -36,6 +36,7 @@ _RECOVER = "nothing: run `kvstore recover`"
 _ANEW = "makes the store anew out of the raw files, as `kvstore recover` does"
 _NOTHING = "nothing"
 _DROP = "copies what can be read to quarantine, then drops the block: a miss"
+_AGAIN = "writes the block again"
 
 CLASSES: Mapping[str, Class] = {
     # The directory.
@@ -90,6 +91,10 @@ CLASSES: Mapping[str, Class] = {
     # Records.
     "header-damaged": Class(D, "a record without a valid header", _DROP),
     "payload-damaged": Class(D, "a payload that is not what the header says", _DROP),
+    "payload-repairable": Class(
+        R, "a damaged payload that its parity chunk, or memory, can bring back", _AGAIN
+    ),
+    "parity-damaged": Class(R, "a parity chunk is damaged, the payload is whole", _AGAIN),
     "truncated": Class(D, "a record that was cut off", _DROP),
     "wrong-record": Class(D, "a valid record of another block or version in this place", _DROP),
     "wrong-name": Class(

@@ -232,7 +232,12 @@ class Check:
     def _engine(self, found: StoreRecord, index: Index) -> None:
         folder = self._path / found.blocks
         context = EngineContext(
-            folder, found.uuid, found.engine_options, read_only=True, capacity=found.capacity_bytes
+            folder,
+            found.uuid,
+            found.engine_options,
+            read_only=True,
+            capacity=found.capacity_bytes,
+            parity=found.parity,
         )
         engine = engine_class(found.engine)(context)
         subject = f"the {found.engine} engine in {folder}"

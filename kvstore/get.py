@@ -16,12 +16,13 @@ import numpy as np
 from kvstore import record
 from kvstore.answers import BlockStatus
 from kvstore.backends.base import Blocks, Status
+from kvstore.backends.judging import compare, judge
 from kvstore.errors import Busy
 from kvstore.index import DISK, MEM, UNSYNCED
 from kvstore.job import Job, shares
 from kvstore.keys import KeyArray, space_number
 from kvstore.record import Verdict
-from kvstore.removal import drop_bad
+from kvstore.rewrite import drop_bad, rewrite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 _COPY_SHARE = 4
 # Members of an enum are slow to look up, and these are asked for each block.
-_READ = (int(Status.OK), int(Status.DAMAGED))
 _GOOD = int(Verdict.OK)
 _PIECE_BYTES = 4 << 20
 """Read, verify and copy in pieces of about this size, while they are in the processor's cache."""
@@ -92,6 +92,7 @@ class Get(Job):
         self._reads: U8 = np.full(len(self.hits), Status.FAILED, np.uint8)
         self._sums: U64 = np.zeros(len(self.hits), np.uint64)
         self._small = np.zeros(len(self.hits), np.bool_)
+        self._repaired = np.zeros(len(self.hits), np.bool_)
 
     def _take_memory(self) -> None:
         """Find images in memory; take room for the others, in the tier if there is any."""
@@ -164,19 +165,8 @@ class Get(Job):
 
     def _verify(self, number: int) -> None:
         """Judge one image; copy its payload where it is wanted."""
-        if self._reads[number] not in _READ:
-            return
-        blocks, image, length = self._blocks, self._images[number], int(self._sizes[number])
-        verdict, checksum, _ = record.judge(
-            image,
-            int(self._filled[number]),
-            store=self._core.uuid,
-            namespace=blocks.namespace,
-            shard=blocks.shard,
-            key=blocks.keys[number].tobytes(),
-            generation=int(self._generations[number]),
-            length=length,
-        )
+        image, length = self._images[number], int(self._sizes[number])
+        verdict, checksum = self._judge(number, image)
         self._verdicts[number], self._sums[number] = verdict, checksum
         if verdict == _GOOD and self._targets is not None:
             target = self._targets[int(self.hits[number])]
@@ -185,6 +175,16 @@ class Get(Job):
                 return
             payload = np.frombuffer(image, np.uint8, length, record.HEADER_PAGE)
             np.copyto(np.frombuffer(target, np.uint8, length), payload)
+
+    def _judge(self, number: int, image: memoryview) -> tuple[Verdict, int]:
+        """Judge one image; one that came off the disk may lack a chunk, and be brought back."""
+        core, filled = self._core, int(self._filled[number])
+        if self._in_memory[number]:
+            return compare(core.uuid, self._blocks, number, image, filled)[:2]
+        status = int(self._reads[number])
+        found = judge(core.engine, self._blocks, number, image, status, filled)
+        self._reads[number], self._repaired[number] = found.status, found.repaired
+        return found.verdict, found.checksum
 
     # -- finish: on the owner thread --------------------------------------------------------------
 
@@ -196,6 +196,8 @@ class Get(Job):
         if core.doubt:
             core.index.clear_flags(self._rows[good & same], UNSYNCED)
         self._promote(good & same)
+        core.counters.repaired_blocks += int((good & self._repaired).sum())
+        rewrite(core, self._rows[good & same & self._repaired])
         self.statuses: U8 = np.full(self.count, BlockStatus.MISS, np.uint8)
         self.lengths: U32 = np.zeros(self.count, np.uint32)
         self.checksums: U64 = np.zeros(self.count, np.uint64)

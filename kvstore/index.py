@@ -106,7 +106,7 @@ class Index(RowView):
         self._table = HashTable(self._columns, secrets.randbits(64) if seed is None else seed)
         self._chains = Chains(self._columns)
         self._holds = Holds(self._columns, epoch, record_bytes)
-        self._record_bytes = record_bytes
+        self.record_bytes = record_bytes
         self._policy = policy
         self._last_stamp = 0
         self.blocks = 0
@@ -272,7 +272,7 @@ class Index(RowView):
 
     def _account(self, rows: U32, sign: int) -> None:
         self.blocks += sign * len(rows)
-        self.live_bytes += sign * int(self._record_bytes(self._columns.sizes[rows]).sum())
+        self.live_bytes += sign * int(self.record_bytes(self._columns.sizes[rows]).sum())
 
     # -- using ------------------------------------------------------------------------------------
 
@@ -371,7 +371,7 @@ class Index(RowView):
         if isinstance(record_bytes, np.ndarray):
             weights = record_bytes[candidates]
         else:
-            weights = (record_bytes or self._record_bytes)(columns.sizes[candidates])
+            weights = (record_bytes or self.record_bytes)(columns.sizes[candidates])
         return candidates[smallest_closed(up, stuck, weights, need)]
 
     def remove(self, rows: U32) -> U32:

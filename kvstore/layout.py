@@ -27,7 +27,7 @@ import shutil
 import stat
 import time
 import uuid
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,9 +57,12 @@ FORMAT = 1
 MAX_STORE_FILE_BYTES = 1 << 20
 MAX_OPENS = (1 << 32) - 1
 _MAX = (1 << 64) - 1
+PARITY = "parity"
+"""Feature: every record has room for a parity chunk. Who does not know it reads all payloads, but
+would count and write records that are too short."""
 KNOWN_FEATURES: Mapping[str, frozenset[str]] = {
     "compat": frozenset(),
-    "ro_compat": frozenset(),
+    "ro_compat": frozenset({PARITY}),
     "incompat": frozenset(),
 }
 _LOST_AND_FOUND = "lost+found"
@@ -106,6 +109,16 @@ class StoreRecord:
     )
     previous: Previous | None = None
     unknown: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def parity(self) -> bool:
+        """Whether records have a parity chunk."""
+        return PARITY in self.features["ro_compat"]
+
+    def with_parity(self) -> StoreRecord:
+        """Return the record of a store whose records have a parity chunk."""
+        names = {*self.features["ro_compat"], PARITY}
+        return replace(self, features={**self.features, "ro_compat": tuple(sorted(names))})
 
     @property
     def read_only_reason(self) -> str:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore import checkpoint, layout, plan, record
+from kvstore import checkpoint, layout, parity, plan, record
 from kvstore.backends import engine_class
 from kvstore.backends.base import Blocks, EngineContext, Status
+from kvstore.backends.judging import judge_all
 from kvstore.errors import CorruptBlock, NotFound, UsageError
 from kvstore.events import Kind
 from kvstore.namespaces import Namespaces
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from kvstore.backends.base import U8, Engine, Mask
+    from kvstore.backends.base import U8, U32, Engine, Mask
     from kvstore.events import Records
     from kvstore.keys import KeyArray
     from kvstore.layout import StoreRecord
@@ -77,28 +78,20 @@ def only(found: Sequence[tuple[str, int, str]], digits: str) -> int:
     )
 
 
-def read_record(engine: Engine, store: bytes, block: Blocks) -> Document:
-    """Read the record of one block and return ``verdict`` (ok, stale, damaged, missing or
+def read_record(engine: Engine, block: Blocks) -> Document:
+    """Read the record of one block and return ``verdict`` (ok, repaired, stale, damaged, missing or
     unreadable), ``reason``, ``path`` and the decoded ``envelope``."""
     length, told = int(block.lengths[0]), Document(path=engine.where(block)[0])
     image = memoryview(mmap.mmap(-1, record.image_bytes(length)))
-    read = engine.get_many_into(block, [image])
-    status, filled = int(read.statuses[0]), int(read.filled[0])
-    if status not in (Status.OK, Status.DAMAGED):
-        verdict = "missing" if status == Status.MISSING else "unreadable"
+    (found,) = judge_all(engine, block, [image])
+    if found.status not in (Status.OK, Status.DAMAGED):
+        verdict = "missing" if found.status == Status.MISSING else "unreadable"
         return told | {"verdict": verdict, "reason": "see the log", "envelope": None}
-    judged, _, reason = record.judge(
-        image,
-        filled,
-        store=store,
-        namespace=block.namespace,
-        shard=block.shard,
-        key=block.keys[0].tobytes(),
-        generation=int(block.generations[0]),
-        length=length,
-    )
-    verdict = {Verdict.OK: "ok", Verdict.STALE: "stale"}.get(judged, "damaged")
-    return told | {"verdict": verdict, "reason": reason, "envelope": _envelope(image[:filled])}
+    verdict = {Verdict.OK: "ok", Verdict.STALE: "stale"}.get(found.verdict, "damaged")
+    reason = found.reason
+    if found.repaired:
+        verdict, reason = "repaired", "a chunk of the payload is damaged, its parity chunk has it"
+    return told | {"verdict": verdict, "reason": reason, "envelope": _envelope(image)}
 
 
 def _envelope(image: memoryview) -> Document | None:
@@ -201,7 +194,7 @@ class AtRest:
             "parent": self._key(up) if up >= 0 else None,
             "children": int((self._up == number).sum()),
             "bytes": int(row["length"]),
-            "record_bytes": record.image_bytes(int(row["length"])),
+            "record_bytes": int(self._record_bytes(row["length"].reshape(1))[0]),
             "generation": int(row["generation"]),
             "place": int(row["place"]),
             "last_use": int(row["last_use"]) / 1e6,
@@ -214,14 +207,18 @@ class AtRest:
         engine = engine_class(self.record.engine)(self._context())
         engine.open()
         try:
-            return told | read_record(engine, self.record.uuid, block)
+            return told | read_record(engine, block)
         finally:
             engine.close()
 
+    def _record_bytes(self, lengths: U32) -> np.ndarray:
+        return parity.record_bytes_of(lengths, parity=self.record.parity)
+
     def _context(self) -> EngineContext:
-        options = self.record.engine_options
-        folder = self.path / self.record.blocks
-        return EngineContext(folder, self.record.uuid, options, read_only=True)
+        found, folder = self.record, self.path / self.record.blocks
+        return EngineContext(
+            folder, found.uuid, found.engine_options, read_only=True, parity=found.parity
+        )
 
     def tree(self, number: int, limit: int) -> Document:
         """Return the chain of a block: ancestors, itself, descendants."""

@@ -25,6 +25,7 @@ import numpy as np
 
 from kvstore import files, layout, rebuild, record, salvage, survey, versions
 from kvstore.backends.base import Blocks, EngineContext, Finding, Status
+from kvstore.backends.judging import judge_all
 from kvstore.backends.raw import new_image
 from kvstore.check import MANIFEST, examine
 from kvstore.errors import EngineError, StoreFull
@@ -33,6 +34,7 @@ from kvstore.isolate import Child, describe, make, serve
 from kvstore.keys import space_number
 from kvstore.opening import Options, open_store
 from kvstore.removal import discard
+from kvstore.rewrite import rewrite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -181,8 +183,8 @@ def _mend(document: Document, arrays: list[Array]) -> Answers:
     store = open_store(path, options)
     try:
         _check_writable(store)
-        yield {"repaired": _rewrite(store.core.engine, store, bad)}, []
-        yield {"dropped": _drop(store, bad)}, []
+        yield {"repaired": _rewrite(store.core.engine, bad)}, []
+        yield _drop(store, bad), []
         store.checkpoint()
         store.run_chores()
         _check_writable(store)
@@ -237,8 +239,13 @@ def _put_right(path: Path, folder: Path, strange: list[Finding]) -> Document:
 
 
 def _context(path: Path, found: layout.StoreRecord) -> EngineContext:
-    options, capacity = found.engine_options, found.capacity_bytes
-    return EngineContext(path / found.blocks, found.uuid, options, capacity=capacity)
+    return EngineContext(
+        path / found.blocks,
+        found.uuid,
+        found.engine_options,
+        capacity=found.capacity_bytes,
+        parity=found.parity,
+    )
 
 
 def _check_writable(store: Store) -> None:
@@ -246,7 +253,7 @@ def _check_writable(store: Store) -> None:
         raise EngineError(f"{store.core.path} takes no writes: {store.core.read_only}", "see to it")
 
 
-def _rewrite(engine: Engine, store: Store, bad: np.ndarray) -> int:
+def _rewrite(engine: Engine, bad: np.ndarray) -> int:
     """Write records once more that are whole but not to be found by their headers."""
     if engine.capabilities.fixed_slots or not len(bad):
         return 0
@@ -255,25 +262,22 @@ def _rewrite(engine: Engine, store: Store, bad: np.ndarray) -> int:
         there = engine.contains_many(blocks)
         for at in np.flatnonzero(~there).tolist():
             one = blocks.take(slice(at, at + 1))
-            done += _rewrite_one(engine, store.core.uuid, one)
+            done += _rewrite_one(engine, one)
     return done
 
 
-def _rewrite_one(engine: Engine, uuid: bytes, one: Blocks) -> bool:
+def _rewrite_one(engine: Engine, one: Blocks) -> bool:
     image = new_image(int(one.lengths[0]))
-    read = engine.get_many_into(one, [image])
-    verdict, _, _ = record.judge(
-        image, int(read.filled[0]), store=uuid, namespace=one.namespace, shard=one.shard,
-        key=one.keys[0].tobytes(), generation=int(one.generations[0]), length=int(one.lengths[0]),
-    )  # fmt: skip
-    if verdict != record.Verdict.OK:
+    (found,) = judge_all(engine, one, [image])
+    if not found.good:
         return False
     return bool(engine.put_many(one, [image], sync=True).statuses[0] == Status.OK)
 
 
-def _drop(store: Store, bad: np.ndarray) -> int:
-    """Copy damaged blocks to quarantine and drop them, as a read that met one would."""
-    core, dropped = store.core, 0
+def _drop(store: Store, bad: np.ndarray) -> Document:
+    """Copy damaged blocks to quarantine and drop them, as a read that met one would; write again
+    what could be brought back."""
+    core, done = store.core, {"dropped": 0, "repaired": 0}
     for blocks in versions.blocks_of(bad):
         namespace = core.namespaces.known(blocks.namespace)
         space = space_number(namespace.number, blocks.shard)
@@ -283,16 +287,19 @@ def _drop(store: Store, bad: np.ndarray) -> int:
             there = core.index.readable(rows[some])
             kinds = np.array(
                 [
-                    examine(core.engine, core.uuid, blocks.take(slice(n, n + 1)))
+                    examine(core.engine, blocks.take(slice(n, n + 1)))
                     for n in range(start, min(start + _BATCH, len(rows)))
                 ]
             )
             for kind in ("missing", "damaged"):
                 chosen = there & (kinds == kind)
                 discard(core, rows[some][chosen], blocks.generations[some][chosen], kind)
-                dropped += int(chosen.sum())
+                done["dropped"] += int(chosen.sum())
+            again = there & (kinds == "repaired")
+            rewrite(core, rows[some][again])
+            done["repaired"] += int(again.sum())
             store.run_chores()
-    return dropped
+    return done
 
 
 def _note(folder: Path, path: str, reason: str) -> None:

@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from kvstore import layout, record
+from kvstore import layout, record, versions
 from kvstore.answers import Ack, BlockStatus
 from kvstore.batch import PutRequest
 from kvstore.copying import Left
 from kvstore.errors import StoreExists, StoreFull, UsageError
+from kvstore.events import Kind
 from kvstore.importers.base import Space
+from kvstore.index import GHOST, NONE
+from kvstore.job import Step
 from kvstore.keys import key_array, space_number
 from kvstore.opening import Options, create_store, open_store
 from kvstore.pages import Pages
@@ -145,6 +148,7 @@ class Merge:
                 self._bring(store, wanted, told, rate)
             except KeyboardInterrupt:
                 self.merged.interrupted = True
+            self._keep_links(store)
             self._keep_order(store)
             self._keep_pins(store, self._listing.pins)
             store.drain()
@@ -182,7 +186,8 @@ class Merge:
 
     def _check_room(self, store: Store, wanted: Sequence[Entry]) -> None:
         core = store.core
-        needed = sum(record.image_bytes(one.length) for one in wanted)
+        lengths = np.array([one.length for one in wanted], np.uint32)
+        needed = int(core.engine.record_bytes_of(lengths).sum())
         usage = core.usage()
         room = core.space.high(usage.overhead) - usage.taken
         if needed > room:
@@ -281,6 +286,30 @@ class Merge:
                 self._leave(one, known)
 
     # -- what comes along -------------------------------------------------------------------------
+
+    def _keep_links(self, store: Store) -> None:
+        """Let what is only a ghost here too follow whom it follows in the source: a chain that has
+        lost a block must not lose all that is above it."""
+        core, linked = store.core, list[int]()
+        for one in self._listing.ghosts:
+            namespace = core.namespaces.by_id(one.space.id)
+            if namespace is None:
+                continue
+            row = self._rows(store, namespace, [one])
+            if row[0] != NONE and core.index.flags[row[0]] & GHOST:
+                space = space_number(namespace.number, one.shard)
+                above = core.index.ghosts(space, key_array([one.parent]))
+                core.index.link(row, above)
+                linked += [int(row[0]), int(above[0])]
+        rows = np.unique(np.array(linked, np.uint32))
+        rows = rows[(core.index.flags[rows] & GHOST) != 0]
+        ghosts = versions.records(core.index, core.namespaces, rows, Kind.GHOST)
+
+        def act() -> None:
+            core.journal.append(ghosts)
+
+        if len(rows):
+            core.queue(Step(act, lambda _step: None))
 
     def _keep_order(self, store: Store) -> None:
         """Let the new blocks be used in the order of the source, all of them now."""

@@ -41,6 +41,8 @@ class Counters:
     """Blocks that were read into memory ahead of their use."""
     read_bytes: int = 0
     written_bytes: int = 0
+    repaired_blocks: int = 0
+    """Damaged records that were brought back by their parity or from memory."""
     corrupt_blocks: int = 0
     """Records that failed verification: an alarm."""
     stale_blocks: int = 0

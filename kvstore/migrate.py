@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore import checkpoint, events, files, former, layout, record
+from kvstore import checkpoint, events, files, former, layout, parity, record
 from kvstore.backends import engine_class, plain_name
 from kvstore.backends.base import EngineContext
 from kvstore.copying import Left, Workers
@@ -177,7 +177,7 @@ class Migration:
     def plan(self) -> Plan:
         """Return what :meth:`run` will do. Raises StoreFull if there is no room for it."""
         done = self._done()
-        sizes = record.image_bytes_of(self._rows["length"])
+        sizes = parity.record_bytes_of(self._rows["length"], parity=self._record.parity)
         coming = int(sizes[self._live & ~done].sum())
         factor = self._class.capabilities.space_factor
         plan = Plan(
@@ -301,6 +301,7 @@ class Migration:
                 options=of.engine_options,
                 read_only=read_only,
                 capacity=self._new_capacity,
+                parity=of.parity,
             )
         )
 
@@ -330,7 +331,7 @@ class Migration:
         outcome.present = int(copied.sum())
         pace.tell(outcome.present, 0)
         largest = int(record.image_bytes_of(self._rows["length"]).max(initial=0))
-        workers = Workers(source, copy.engine, self._record.uuid, max(largest, BATCH_BYTES), jobs)
+        workers = Workers(source, copy.engine, max(largest, BATCH_BYTES), jobs)
         try:
             with workers:
                 wanted = self._live & ~copied

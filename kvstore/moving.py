@@ -99,7 +99,7 @@ async def _measure(request: Request, store: Store) -> None:
 async def _tell(store: Store, part: Plan) -> tuple[list[tuple[str, int, str]], int, int]:
     """Return the blocks of a batch and what they take, without touching them."""
     rows = part.rows[store.core.index.holds(part.rows, part.generations)]
-    size = int(record.image_bytes_of(store.core.index.sizes[rows]).sum())
+    size = int(store.core.index.record_bytes(store.core.index.sizes[rows]).sum())
     told = [name for _, name in store.names(rows)]
     await asyncio.sleep(0)
     return told, size, 0

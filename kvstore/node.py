@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +42,38 @@ def mount_of(path: Path) -> Mount:
             names = dict.fromkeys([*fields.split(" ")[5].split(","), *options.split(",")])
             return Mount(device, where, kind, tuple(names))
     return Mount("unknown", where)
+
+
+_CHECKSUMS = {
+    "btrfs": {"nodatacow", "nodatasum"},
+    "zfs": set[str](),
+    "bcachefs": {"data_checksum=none", "nocow"},
+}
+"""Filesystems that keep checksums of data, and the mount options without which they do."""
+_NONE_AT_ALL = frozenset({"ext2", "ext3", "ext4", "xfs", "f2fs", "tmpfs", "ramfs"})
+_GET_FLAGS, _NO_COPY_ON_WRITE = 0x80086601, 0x00800000
+"""FS_IOC_GETFLAGS and FS_NOCOW_FL of linux/fs.h: such files of btrfs have no checksums."""
+
+
+def checksums_data(path: Path) -> bool | None:
+    """Tell whether the filesystem of a directory verifies what it reads; None if that is unknown.
+
+    What a property of the filesystem turns off (``zfs set checksum=off``) is not seen.
+    """
+    mount = mount_of(path)
+    if mount.kind in _NONE_AT_ALL:
+        return False
+    if mount.kind not in _CHECKSUMS:
+        return None
+    flags = bytearray(8)
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.ioctl(descriptor, _GET_FLAGS, flags)
+        finally:
+            os.close(descriptor)
+    plain = int.from_bytes(flags, sys.byteorder) & _NO_COPY_ON_WRITE
+    return not plain and not _CHECKSUMS[mount.kind] & set(mount.options)
 
 
 def filesystem_bytes(path: Path) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from kvstore import checkpoint, events, eviction, layout, settle, versions
+from kvstore import checkpoint, events, eviction, layout, parity, settle, versions
 from kvstore.backends import ALIASES, engine_class, plain_name
 from kvstore.backends.base import EngineContext
 from kvstore.boot import Boot
@@ -70,7 +70,8 @@ LOCK_SECONDS = 0.5
 class Options:
     """How to open a store; None = what STORE.json says, or the default of a new store.
 
-    ``capacity`` and ``min_free`` in bytes. ``memory_bytes`` is the memory tier, ``bounce_bytes``
+    ``parity``: ``off`` or ``xor``, like the engine fixed when the store is made. ``capacity`` and
+    ``min_free`` in bytes. ``memory_bytes`` is the memory tier, ``bounce_bytes``
     the memory for blocks in flight that pass by it. With ``write`` = ``late`` accepted blocks are
     written when they leave memory, or after ``max_dirty_age`` seconds. With ``when_full`` =
     ``read-only`` nothing is evicted: puts are answered FULL when there is no room. ``scrub_rate``
@@ -92,6 +93,7 @@ class Options:
     scrub_rate: int = SCRUB_RATE
     scan: bool = False
     quarantine: Path | None = None
+    parity: str | None = None
 
 
 def create_store(path: Path, options: Options) -> StoreRecord:
@@ -119,6 +121,8 @@ def _fill_store(path: Path, options: Options) -> StoreRecord:
         capacity=check_capacity(capacity),
         engine_options=engine_class(name).options_for(capacity),
     )
+    if options.parity == "xor":
+        record = record.with_parity()
     engine = _engine(path, record, options)
     engine.create()
     Journal.create(
@@ -141,6 +145,7 @@ def _engine(path: Path, record: StoreRecord, options: Options) -> Engine:
             store_uuid=record.uuid,
             options={**record.engine_options, "io": io},
             capacity=record.capacity_bytes,
+            parity=record.parity,
         ),
     )
 
@@ -189,6 +194,13 @@ class Opening:
             raise ConfigError(
                 f"the store at {self.path} uses the engine {record.engine}, not {wanted}",
                 f"drop the setting, or change the engine with kvstore migrate --to {wanted}",
+            )
+        kept = parity.KINDS[record.parity]
+        if self.options.parity not in (None, kept):
+            raise ConfigError(
+                f"the store at {self.path} was made with parity {kept}",
+                "drop the setting, or make another store and merge this one into it: "
+                f"kvstore migrate {self.path} OTHER",
             )
         if self.options.capacity is not None:
             check_capacity(self.options.capacity)
@@ -317,7 +329,7 @@ class Opening:
             floor = default_floor(found.f_blocks * found.f_frsize)
         capabilities = engine.capabilities
         policy = eviction.make("lru")
-        index = Index(epoch=time.time(), policy=policy)
+        index = Index(epoch=time.time(), policy=policy, record_bytes=engine.record_bytes_of)
         tier = Tier(self.options.memory_bytes, index)
         core = Core(
             path=self.path,

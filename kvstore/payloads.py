@@ -32,7 +32,10 @@ _IDS = {
     Verdict.TRUNCATED: "truncated",
     Verdict.STALE: "wrong-record",
     Verdict.PADDING: "padding",
+    Verdict.CHUNK: "payload-repairable",
+    Verdict.PARITY: "parity-damaged",
 }
+_NOT_LOST = (Verdict.UNREADABLE, Verdict.PADDING, Verdict.CHUNK, Verdict.PARITY)
 
 
 class Payloads:
@@ -67,7 +70,7 @@ class Payloads:
     def _found(self, row: int, verdict: Verdict, why: str) -> Found:
         index, name = self._index, _IDS[verdict]
         lost = int(index.rows["generation"][row]) > index.synced
-        if lost and verdict not in (Verdict.UNREADABLE, Verdict.PADDING):
+        if lost and verdict not in _NOT_LOST:
             name = "unsynced"
         path = self._engine.where(compare.blocks_at(index.rows, row))[0]
         return compare.found_row(index.rows, row, name, f"{self._blocks}/{path}", why)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvstore import record
 from kvstore.chains import Positions, positions_of, smallest_closed, spread_down, stuck_among
 from kvstore.columns import DISK, GHOST, HIDDEN, U32, U64, Bools
 
@@ -44,6 +43,8 @@ class Snapshot(NamedTuple):
     """The engine has the block."""
     free: Bools
     """Nothing holds it."""
+    taken: Bytes
+    """What its record takes, if it has one."""
     pinned: Bools
 
     def up(self) -> Positions:
@@ -57,7 +58,7 @@ class Snapshot(NamedTuple):
 
     def weights(self) -> Bytes:
         """Return the bytes that each record takes, 0 where there is none."""
-        return np.where(self.there, record.image_bytes_of(self.sizes), 0)
+        return np.where(self.there, self.taken, 0)
 
 
 def snapshot(index: Index, now: float, start: int = 0, stop: int | None = None) -> Snapshot:
@@ -77,6 +78,7 @@ def snapshot(index: Index, now: float, start: int = 0, stop: int | None = None) 
         ghost=(flags & GHOST) != 0,
         there=(flags & DISK) != 0,
         free=index.evictable(rows, now),
+        taken=index.record_bytes(index.sizes[rows]),
         pinned=np.isin(rows, np.array([r for r, t in index.pins.items() if t > now], np.uint32)),
     )
 

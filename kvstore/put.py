@@ -268,12 +268,13 @@ def check(core: Core, request: PutRequest) -> None:
     for position in (int(request.lengths.argmin()), int(request.lengths.argmax())):
         length, key = int(request.lengths[position]), request.keys[position].tobytes()
         check_block_length(length, key)
-        if not core.space.fits(record.image_bytes(length)):
+        size = int(core.engine.record_bytes_of(request.lengths[position : position + 1])[0])
+        if not core.space.fits(size):
             raise InvalidKey(
                 f"block {key.hex()} of {length} bytes is over a quarter of the capacity",
                 "raise capacity",
             )
-        if record.image_bytes(length) > core.engine.largest_image:
+        if size > core.engine.largest_image:
             raise InvalidKey(
                 f"block {key.hex()} of {length} bytes is larger than what this store has room for "
                 f"in one piece, {core.engine.largest_image - record.HEADER_PAGE} bytes",

@@ -220,8 +220,14 @@ def _remove_stale(survey: Survey) -> None:
 
 
 def _engine(folder: Path, found: StoreRecord) -> Engine:
-    options, capacity = found.engine_options, found.capacity_bytes
-    return engine_class(found.engine)(EngineContext(folder, found.uuid, options, capacity=capacity))
+    context = EngineContext(
+        folder,
+        found.uuid,
+        found.engine_options,
+        capacity=found.capacity_bytes,
+        parity=found.parity,
+    )
+    return engine_class(found.engine)(context)
 
 
 def _refill(survey: Survey, keeping: Keeping, place: Path, seen: Seen) -> None:
@@ -403,7 +409,7 @@ def _new_record(survey: Survey, new: Path, engine: str) -> StoreRecord:
     same = engine == old.engine
     options = old.engine_options if same else engine_class(engine).options_for(capacity)
     made = layout.new_record(engine=engine, capacity=capacity, engine_options=options)
-    return replace(made, opens=old.opens)
+    return replace(made, opens=old.opens, features=old.features)
 
 
 def _copy_namespaces(source: Path, target: Path) -> None:

@@ -203,11 +203,11 @@ class Reconcile:
         found: list[tuple[U32, U64, str]] = []
 
         def look() -> None:
-            engine, uuid = self._core.engine, self._core.uuid
+            engine = self._core.engine
             for part, blocks in groups:
                 seen = np.array(
                     [
-                        examine(engine, uuid, blocks.take(slice(number, number + 1)))
+                        examine(engine, blocks.take(slice(number, number + 1)))
                         for number in range(len(blocks))
                     ]
                 )

@@ -11,7 +11,7 @@ Checksums are xxh3-64 of the `xxhash` library, seed 0.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -40,14 +40,28 @@ INCOMPAT_FLAGS = 0xFFFF
 """Flags that a reader must know to understand the record; the upper half may be ignored."""
 
 TLV_LABEL = 1
-TLV_NONCE, TLV_TAG, TLV_KEY_ID, TLV_PARITY, TLV_CHUNK_SUMS = 2, 3, 4, 5, 6
+TLV_NONCE, TLV_TAG, TLV_KEY_ID = 2, 3, 4
 """Reserved: kept as they are, interpreted by nobody yet."""
+TLV_PARITY, TLV_CHUNK_SUMS = 5, 6
+PARITY_XOR = 1
 
 FIXED = struct.Struct("<4sHHIHBB16s16sQQIIQHHIQ")
 _TLV = struct.Struct("<BBH")
 _SUM = struct.Struct("<Q")
+_PARITY = struct.Struct("<B3sI")
 _LENGTH, _LENGTH_AT = struct.Struct("<H"), 6
 _ZEROS = memoryview(bytes(HEADER_PAGE))
+
+
+class Parity(NamedTuple):
+    """What the envelope says of a parity chunk behind the payload (:mod:`kvstore.parity`).
+
+    ``sums`` holds the lower 32 bits of xxh3-64 of each chunk of the payload, then of the parity
+    chunk, little endian.
+    """
+
+    chunk_bytes: int
+    sums: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +70,8 @@ class Header:
 
     ``store`` and ``namespace`` have 16 bytes, ``key`` 1 to 64, ``parent`` 0 (none) to 64;
     ``written_ns`` counts nanoseconds since 1970. ``extra`` holds TLVs of types that this program
-    does not know, as raw bytes, so that copying a record loses nothing.
+    does not know, as raw bytes, so that copying a record loses nothing. ``parity`` tells how the
+    record is kept, and makes it no other version of the block: equal headers may differ in it.
     """
 
     store: bytes
@@ -73,6 +88,7 @@ class Header:
     label: str = ""
     flags: int = 0
     extra: bytes = b""
+    parity: Parity | None = field(default=None, compare=False)
 
 
 class Verdict(IntEnum):
@@ -134,7 +150,7 @@ def encode(header: Header) -> bytes:
     Raises InvalidKey or UsageError for a field out of bounds.
     """
     _check(header)
-    tlvs = _label_tlv(header.label) + header.extra
+    tlvs = _label_tlv(header.label) + _parity_tlvs(header.parity) + header.extra
     body = header.key + header.parent + tlvs
     length = _header_length(len(body))
     if length > HEADER_PAGE:
@@ -167,7 +183,7 @@ def decode(buffer: Buffer) -> Header:
     parsed = _parse(view)
     key_end = FIXED.size + parsed.key_length
     parent_end = key_end + parsed.parent_length
-    label, extra = _split_tlvs(view[parent_end : parent_end + parsed.tlv_length])
+    label, parity, extra = _split_tlvs(view[parent_end : parent_end + parsed.tlv_length])
     return Header(
         store=parsed.store,
         namespace=parsed.namespace,
@@ -183,6 +199,7 @@ def decode(buffer: Buffer) -> Header:
         label=label,
         flags=parsed.flags,
         extra=extra,
+        parity=parity,
     )
 
 
@@ -229,6 +246,20 @@ def judge(
     if reason:
         return Verdict.DAMAGED, 0, reason
     return Verdict.OK, parsed.checksum, ""
+
+
+def judge_as(header: Header, image: memoryview, filled: int) -> tuple[Verdict, int, str]:
+    """Tell by :func:`judge` whether an image is the whole record that an envelope speaks of."""
+    return judge(
+        image,
+        filled,
+        store=header.store,
+        namespace=header.namespace,
+        shard=header.shard,
+        key=header.key,
+        generation=header.generation,
+        length=header.stored_length,
+    )
 
 
 def _other_identity(
@@ -320,21 +351,46 @@ def _tlv_area(view: memoryview, parsed: _Parsed) -> memoryview:
     return view[start : start + parsed.tlv_length]
 
 
-def _split_tlvs(area: memoryview) -> tuple[str, bytes]:
-    """Return the label and the raw bytes of all other TLVs; raises CorruptBlock."""
+def _split_tlvs(area: memoryview) -> tuple[str, Parity | None, bytes]:
+    """Return label, parity and the raw bytes of all other TLVs; raises CorruptBlock."""
     label: str | None = None
     others = []
+    how = sums = None
     at = 0
     while at < len(area):
         end = _tlv_end(area, at)
-        if area[at] != TLV_LABEL:
+        if area[at] == TLV_PARITY:
+            how = area[at + _TLV.size : end]
+        elif area[at] == TLV_CHUNK_SUMS:
+            sums = area[at + _TLV.size : end]
+        elif area[at] != TLV_LABEL:
             others.append(area[at:end])
         elif label is None:
             label = _read_label(area[at + _TLV.size : end])
         else:
             raise CorruptBlock("the header has two labels")
         at = end
-    return label or "", b"".join(others)
+    return label or "", _read_parity(how, sums), b"".join(others)
+
+
+def _read_parity(how: memoryview | None, sums: memoryview | None) -> Parity | None:
+    """Return what two TLVs say, None where they say nothing that we understand."""
+    if how is None or sums is None or len(how) != _PARITY.size:
+        return None
+    kind, _, chunk_bytes = _PARITY.unpack(how)
+    return Parity(chunk_bytes, bytes(sums)) if kind == PARITY_XOR else None
+
+
+def _parity_tlvs(parity: Parity | None) -> bytes:
+    if parity is None:
+        return b""
+    how = _PARITY.pack(PARITY_XOR, b"", parity.chunk_bytes)
+    return (
+        _TLV.pack(TLV_PARITY, 0, len(how))
+        + how
+        + _TLV.pack(TLV_CHUNK_SUMS, 0, len(parity.sums))
+        + parity.sums
+    )
 
 
 def _tlv_end(area: memoryview, at: int) -> int:

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore import events, record, versions
-from kvstore.backends.base import Leaving, Status
+from kvstore import events, versions
+from kvstore.backends.base import Leaving
 from kvstore.index import DISK, DURABLE, UNSYNCED
 from kvstore.job import Job, Step
-from kvstore.record import Verdict
 
 if TYPE_CHECKING:
-    from kvstore.backends.base import U8, U32, U64, Blocks
+    from kvstore.backends.base import U32, U64, Blocks
     from kvstore.core import Core
 
 log = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ class Removal(Job):
         self.frees = versions.records(core.index, core.namespaces, rows, events.Kind.FREE)
         self.count = len(rows)
         on_disk = (core.index.flags[rows] & DISK) != 0
-        self.bytes = int(record.image_bytes_of(core.index.sizes[rows[on_disk]]).sum())
+        self.bytes = int(core.index.record_bytes(core.index.sizes[rows[on_disk]]).sum())
         self._slots = core.tier.detach(rows)
         core.late.forget(rows)
         if core.scan is not None:
@@ -176,7 +175,7 @@ def make_room(core: Core, need: int) -> list[Removal] | None:
         return None
     core.trim_due = core.trim_due or wanted > 0
     victims = choose_victims(core, wanted)
-    freed = int(record.image_bytes_of(core.index.sizes[victims]).sum())
+    freed = int(core.index.record_bytes(core.index.sizes[victims]).sum())
     if not core.space.allows(usage, need, freed):
         return None
     return [evict(core, victims)] if len(victims) else []
@@ -204,31 +203,10 @@ def choose_victims(core: Core, wanted: int) -> U32:
     while True:
         candidates = core.policy.candidates(index.last_use, index.flags, count)
         victims = index.victims(candidates, wanted, now)
-        freed = int(record.image_bytes_of(index.sizes[victims]).sum())
+        freed = int(index.record_bytes(index.sizes[victims]).sum())
         if freed >= wanted or len(candidates) < count:
             return victims
         count *= 4
-
-
-def drop_bad(core: Core, rows: U32, generations: U64, reads: U8, verdicts: U8) -> list[str]:
-    """Drop blocks whose records were read and are not there or not whole; return what each is.
-
-    ``reads`` are of :class:`~kvstore.backends.base.Status`, ``verdicts`` of
-    :class:`~kvstore.record.Verdict`. A failed read drops nothing, but a block that the device
-    refuses again and again is as good as damaged.
-    """
-    kinds = np.full(len(rows), "unreadable", "<U10")
-    unreadable = reads == Status.UNREADABLE
-    again = unreadable.copy()
-    again[unreadable] = core.suspect(rows[unreadable], generations[unreadable])
-    read = again | (reads == Status.OK) | (reads == Status.DAMAGED)
-    kinds[read] = "damaged"
-    kinds[read & (verdicts == Verdict.STALE)] = "stale"
-    kinds[reads == Status.MISSING] = "missing"
-    for kind in ("missing", "stale", "damaged"):
-        discard(core, rows[kinds == kind], generations[kinds == kind], kind)
-    found: list[str] = kinds.tolist()
-    return found
 
 
 def discard(core: Core, rows: U32, generations: U64, kind: str) -> None:

@@ -15,32 +15,29 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore import events, record, versions
+from kvstore import record
 from kvstore.backends.base import Status
-from kvstore.entry import Entry, Waiter
 from kvstore.errors import Busy
 from kvstore.index import DISK, GHOST, HIDDEN, WRITING
-from kvstore.job import Job, Step
-from kvstore.record import Verdict
-from kvstore.removal import discard, evict
+from kvstore.job import Step
+from kvstore.removal import evict
+from kvstore.rewrite import ATTEMPTS, Move
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvstore.backends.base import U32, U64, Blocks, Room
+    from kvstore.backends.base import U32, Room
     from kvstore.columns import Bools
     from kvstore.core import Core
+    from kvstore.entry import Entry
     from kvstore.removal import Removal
 
 log = logging.getLogger(__name__)
 
-ATTEMPTS = 16
-"""How often an entry is put again without success, each time after room was made."""
 SLACK_SHARE = 64
 """At least this part (1/n) of the blocks in slots of a length leave at a time."""
 MOVE_BYTES = 8 << 20
@@ -277,105 +274,6 @@ class Emptying:
             self._failed()
             return
         self._core.queue(Step(lambda: time.sleep(WAIT_SECONDS), lambda _: self._go_on()))
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    rows: U32
-    blocks: Blocks
-
-
-class Move(Job, Waiter):
-    """Reads blocks of one namespace, shard and key length, verifies them, and has them written in
-    another place as new versions. ``after`` is called when they are there, or could not be moved.
-    Raises Busy when no buffer is free."""
-
-    def __init__(self, core: Core, rows: U32, after: Callable[[], None]) -> None:
-        Job.__init__(self)
-        self._core = core
-        self._after = after
-        ((rows, blocks),) = versions.groups(core.index, core.namespaces, rows)
-        self._held = _Held(rows, blocks)
-        sizes = record.image_bytes_of(blocks.lengths)
-        self._extents = core.bounce.allocate(sizes.tolist())
-        core.index.acquire(rows)
-        self._new: U64 = core.new_generations(len(rows))
-        self._good = np.zeros(len(rows), np.bool_)
-        self._bad: dict[int, str] = {}
-        self._open = 0
-
-    def run(self) -> None:
-        core, blocks = self._core, self._held.blocks
-        images = [extent.view for extent in self._extents]
-        read = core.engine.get_many_into(blocks, images)
-        for i, image in enumerate(images):
-            if read.statuses[i] not in (Status.OK, Status.DAMAGED):
-                if read.statuses[i] == Status.MISSING:
-                    self._bad[i] = "missing"
-                continue
-            verdict, _, _ = record.judge(
-                image,
-                int(read.filled[i]),
-                store=core.uuid,
-                namespace=blocks.namespace,
-                shard=blocks.shard,
-                key=blocks.keys[i].tobytes(),
-                generation=int(blocks.generations[i]),
-                length=int(blocks.lengths[i]),
-            )
-            if verdict == Verdict.OK:
-                header = replace(record.decode(image), generation=int(self._new[i]))
-                record.encode_into(header, image[: record.HEADER_PAGE])
-                self._good[i] = True
-            else:
-                self._bad[i] = "stale" if verdict == Verdict.STALE else "damaged"
-
-    def finish(self) -> None:
-        core, rows, blocks = self._core, self._held.rows, self._held.blocks
-        core.release(rows, blocks.generations)
-        for i, kind in self._bad.items():
-            discard(core, rows[i : i + 1], blocks.generations[i : i + 1], kind)
-        good = self._good & core.index.holds(rows, blocks.generations)
-        good &= (core.index.flags[rows] & DISK) != 0
-        core.bounce.release(
-            [extent for extent, keep in zip(self._extents, good, strict=True) if not keep]
-        )
-        self._extents = [one for one, keep in zip(self._extents, good, strict=True) if keep]
-        if not good.any():
-            self._after()
-            return
-        self._hand_over(rows[good], blocks.take(good), self._new[good])
-
-    def _hand_over(self, rows: U32, blocks: Blocks, generations: U64) -> None:
-        """Give the images to the writer as new versions of their rows."""
-        core = self._core
-        begins = versions.records(core.index, core.namespaces, rows, events.Kind.BEGIN)
-        begins["generation"] = generations
-        core.writer.hold(rows, blocks.generations)
-        self._open = len(rows)
-        entry = Entry(
-            rows=rows,
-            blocks=replace(blocks, generations=generations, places=np.zeros(len(rows), np.uint64)),
-            images=[extent.view for extent in self._extents],
-            begins=begins,
-            durable=False,
-            namespace=core.namespaces.known(blocks.namespace),
-            dirty=False,
-            renews=True,
-            extents=self._extents,
-            old=blocks.generations,
-            waiter=self,
-            positions=list(range(len(rows))),
-            moves=True,
-            attempts=ATTEMPTS,
-        )
-        core.writer.add(entry)
-
-    def settle_row(self, position: int, status: int, *, again: bool) -> None:
-        """Take note that a block has been written or not (called by the writer)."""
-        self._open -= 1
-        if not self._open:
-            self._after()
 
 
 def _stays(core: Core, rows: U32) -> Bools:

@@ -252,6 +252,8 @@ def _guess_record(
     found = os.statvfs(path)
     wanted = max(layout.directory_bytes(path) * 2, found.f_blocks * found.f_frsize // 2)
     base = partly or layout.new_record(engine=engine, capacity=max(wanted, MIN_CAPACITY))
+    if any(raw.header.parity for raw in raws):
+        base = base.with_parity()
     counted = Counter(raw.header.store for raw in raws)
     uuid = counted.most_common(1)[0][0] if counted else base.uuid
     return replace(

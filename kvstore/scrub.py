@@ -20,12 +20,12 @@ import numpy as np
 
 from kvstore import files, record, versions
 from kvstore.backends.base import Status
-from kvstore.check import judge_all
+from kvstore.backends.judging import judge_whole
 from kvstore.errors import Busy, KVStoreError
 from kvstore.index import DISK, UNSYNCED
 from kvstore.job import Job, Step
 from kvstore.record import Verdict
-from kvstore.removal import drop_bad
+from kvstore.rewrite import drop_bad, rewrite
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,9 +42,10 @@ BATCH_BLOCKS = 256
 """Read in one go: a worker is back in a few milliseconds."""
 SAVE_SECONDS = 10.0
 MOST_FINDINGS = 1024
-KINDS = ("damaged", "missing", "stale", "unreadable")
+KINDS = ("damaged", "missing", "stale", "unreadable", "repaired")
 """What a block may turn out to be: not whole, not there, another block, refused by the device for
-now. The last stays in the index until it has been refused for a while."""
+now, damaged but brought back from memory or its parity chunk. One that is refused stays in the
+index until it has been for a while."""
 
 
 class Verify(Job):
@@ -66,6 +67,7 @@ class Verify(Job):
         self.bytes = int(sizes.sum())
         self._reads: U8 = np.full(len(self.rows), Status.FAILED, np.uint8)
         self._verdicts: U8 = np.full(len(self.rows), Verdict.DAMAGED, np.uint8)
+        self._repaired = np.zeros(len(self.rows), np.bool_)
         self._places: list[str] = []
         self.bad: list[dict[str, object]] = []
 
@@ -74,9 +76,10 @@ class Verify(Job):
         for part, blocks in self._groups:
             some = slice(start, start + len(part))
             images = [extent.view for extent in self._extents[some]]
-            self._reads[some], self._verdicts[some] = judge_all(
-                self._core.engine, self._core.uuid, blocks, images
-            )
+            found = judge_whole(self._core.engine, blocks, images)
+            self._reads[some] = [one.status for one in found]
+            self._verdicts[some] = [one.verdict for one in found]
+            self._repaired[some] = [one.repaired or one.bare for one in found]
             self._places += self._core.engine.where(blocks)
             start += len(part)
 
@@ -94,15 +97,16 @@ class Verify(Job):
         good = (self._reads == Status.OK) & (self._verdicts == Verdict.OK)
         same = index.holds(self.rows, self._generations)
         index.clear_flags(self.rows[good & same], UNSYNCED)
+        repaired = np.flatnonzero(good & same & self._repaired)
+        rewrite(core, self.rows[repaired])
         bad = np.flatnonzero(~good & same)
-        if not len(bad):
-            return
         core.counters.read_errors += int((self._reads[bad] == Status.FAILED).sum())
         rows, generations = self.rows[bad], self._generations[bad]
         kinds = drop_bad(core, rows, generations, self._reads[bad], self._verdicts[bad])
-        self.bad = [
-            {"kind": kind, **name} for kind, name in zip(kinds, self._names(bad), strict=True)
-        ]
+        kinds += ["repaired"] * len(repaired)
+        core.counters.repaired_blocks += kinds.count("repaired")
+        names = self._names(np.concatenate([bad, repaired])) if kinds else []
+        self.bad = [{"kind": kind, **name} for kind, name in zip(kinds, names, strict=True)]
 
     def _names(self, which: np.ndarray) -> list[dict[str, object]]:
         """Describe blocks for people."""
@@ -347,5 +351,8 @@ def _load(path: Path) -> Progress:
         found = msgspec.json.decode(data, type=Progress)
     except (OSError, KVStoreError, ValueError):
         return Progress()
-    known = set(found.found) == set(KINDS) and -1 <= found.place < 1 << 64 and found.rate >= 0
-    return found if known and -1 <= found.row < 1 << 32 else Progress()
+    known = set(found.found) <= set(KINDS) and -1 <= found.place < 1 << 64 and found.rate >= 0
+    if not (known and -1 <= found.row < 1 << 32):
+        return Progress()
+    found.found = dict.fromkeys(KINDS, 0) | found.found
+    return found

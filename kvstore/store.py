@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore import events, record, versions
+from kvstore import events, node, parity, versions
 from kvstore.answers import BlockStatus
 from kvstore.errors import EngineError
 from kvstore.get import Get, Warm
@@ -73,6 +73,7 @@ class Store:
         self.scrub = Scrub(core, core.scrub_rate)
         self.incoming = Incoming(core)
         self._opened = time.monotonic()
+        self._disk_checksums = node.checksums_data(core.path / core.record.blocks)
 
     # -- jobs -------------------------------------------------------------------------------------
 
@@ -175,7 +176,7 @@ class Store:
         if seconds <= 0 or not len(rows):
             return
         room = core.space.capacity // LEASE_SHARE - core.index.leased_bytes(now)
-        sizes = np.cumsum(record.image_bytes_of(core.index.sizes[rows]))
+        sizes = np.cumsum(core.index.record_bytes(core.index.sizes[rows]))
         core.index.lease(rows[sizes <= room], now + seconds)
 
     def touch(self, namespace: Namespace, shard: int, keys: KeyArray) -> None:
@@ -200,9 +201,10 @@ class Store:
         rows = core.index.find(space_number(namespace.number, shard), keys)
         statuses = np.full(len(keys), BlockStatus.MISS, np.uint8)
         room = core.space.capacity // PIN_SHARE - core.index.pinned_bytes(now)
-        for position in np.flatnonzero(core.index.readable(rows)).tolist():
-            row = int(rows[position])
-            size = record.image_bytes(int(core.index.sizes[row]))
+        there = core.index.readable(rows)
+        sizes = core.index.record_bytes(core.index.sizes[np.where(there, rows, 0)])
+        for position in np.flatnonzero(there).tolist():
+            row, size = int(rows[position]), int(sizes[position])
             if size > room and row not in core.index.pins:
                 statuses[position] = BlockStatus.FULL
                 continue
@@ -324,6 +326,8 @@ class Store:
         return {
             "state": "degraded" if problems else "ready",
             "engine": core.record.engine,
+            "parity": parity.KINDS[core.record.parity],
+            "disk_checksums": self._disk_checksums,
             "io": core.stats.io,
             "write": "late" if core.late.on else "through",
             "store": str(core.path),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore import checkpoint, layout, record
+from kvstore import checkpoint, layout, node, parity
 from kvstore.events import Kind
 from kvstore.namespaces import Namespaces
 from kvstore.settle import settle
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from kvstore.events import Records
     from kvstore.keys import NamespaceRecord
+    from kvstore.layout import StoreRecord
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class Summary:
             "uuid": self.record.uuid,
             "format": self.record.format,
             "engine": self.record.engine,
+            "parity": parity.KINDS[self.record.parity],
+            "disk_checksums": node.checksums_data(self.store / self.record.blocks),
             "capacity_bytes": self.record.capacity_bytes,
             "created": self.record.created,
             "opens": self.record.opens,
@@ -113,10 +116,10 @@ def _read(path: Path, found: layout.StoreRecord) -> Summary:
     return Summary(
         store=path,
         record=found,
-        namespaces=_shares(namespaces, live),
+        namespaces=_shares(namespaces, live, found),
         blocks=len(live),
         ghosts=len(rows) - len(live),
-        live_bytes=_live_bytes(live),
+        live_bytes=_live_bytes(live, found),
         used_bytes=layout.directory_bytes(path),
         journal_bytes=_journal_bytes(blocks),
         quarantine_bytes=layout.directory_bytes(path / layout.QUARANTINE),
@@ -126,7 +129,9 @@ def _read(path: Path, found: layout.StoreRecord) -> Summary:
     )
 
 
-def _shares(namespaces: Namespaces, live: Records) -> tuple[NamespaceShare, ...]:
+def _shares(
+    namespaces: Namespaces, live: Records, found: StoreRecord
+) -> tuple[NamespaceShare, ...]:
     identities, which = np.unique(live["namespace"], axis=0, return_inverse=True)
     parts = {
         identity.tobytes(): live[which.ravel() == number]
@@ -144,14 +149,15 @@ def _shares(namespaces: Namespaces, live: Records) -> tuple[NamespaceShare, ...]
                 record=space.record if space else None,
                 key_length=int(part["key_length"][0]) if len(part) else None,
                 blocks=len(part),
-                live_bytes=_live_bytes(part),
+                live_bytes=_live_bytes(part, found),
             )
         )
     return tuple(shares)
 
 
-def _live_bytes(live: Records) -> int:
-    return int(record.image_bytes_of(live["length"].astype(np.uint32)).sum())
+def _live_bytes(live: Records, found: StoreRecord) -> int:
+    lengths = live["length"].astype(np.uint32)
+    return int(parity.record_bytes_of(lengths, parity=found.parity).sum())
 
 
 def _journal_bytes(blocks: Path) -> int:

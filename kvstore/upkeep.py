@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore import events, record, versions
+from kvstore import events, versions
 from kvstore.checkpoint import CheckpointWriter, remove_before
 from kvstore.index import DISK, GHOST
 from kvstore.job import Job, Step
@@ -371,6 +371,6 @@ def fit(core: Core) -> None:
     if core.read_only or not core.may_evict or usage.live <= core.space.high(usage.overhead):
         return
     victims = choose_victims(core, core.space.above_low(usage))
-    size = int(record.image_bytes_of(core.index.sizes[victims]).sum())
+    size = int(core.index.record_bytes(core.index.sizes[victims]).sum())
     log.warning("will evict %d blocks, %d bytes, to fit the capacity", len(victims), size)
     core.trim_due = True

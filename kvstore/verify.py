@@ -15,12 +15,14 @@ import numpy as np
 
 from kvstore import record
 from kvstore.backends.base import Status
+from kvstore.backends.judging import judge_whole
 from kvstore.errors import CorruptBlock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvstore.backends.base import U8, Blocks, Engine
+    from kvstore.backends.judging import Judged
 
 BATCH_BYTES = 4 << 20
 """Of images read in one go by a thread: a block of 64 MiB is one of its own."""
@@ -44,6 +46,10 @@ class Kind(IntEnum):
     """A valid record of another block or version."""
     PADDING = 7
     """The right bytes; what carries nothing is not zero."""
+    CHUNK = 8
+    """A chunk of the payload is damaged and can be brought back."""
+    PARITY = 9
+    """The payload is whole, its parity chunk is not."""
 
 
 class Verdicts(NamedTuple):
@@ -101,24 +107,21 @@ class _Room:
 
 def _judge(engine: Engine, blocks: Blocks, room: _Room) -> list[tuple[Kind, str]]:
     images = room.images(blocks)
-    read = engine.get_many_into(blocks, images)
     columns = zip(
-        blocks.key_list(), blocks.lengths.tolist(), blocks.generations.tolist(),
-        read.statuses.tolist(), read.filled.tolist(), images, strict=True,
-    )  # fmt: skip
-    store = engine.context.store_uuid
+        *(images, blocks.lengths.tolist(), judge_whole(engine, blocks, images)), strict=True
+    )
     found = []
-    for key, length, generation, status, filled, image in columns:
-        if status == Status.MISSING:
+    for image, length, judged in columns:
+        if judged.status == Status.MISSING:
             found.append((Kind.MISSING, "no record is there"))
-        elif status not in (Status.OK, Status.DAMAGED):
+        elif judged.status not in (Status.OK, Status.DAMAGED):
             found.append((Kind.UNREADABLE, "it cannot be read"))
+        elif judged.repaired:
+            found.append((Kind.CHUNK, "a chunk of the payload, which can be brought back"))
+        elif judged.bare:
+            found.append((Kind.PARITY, "its parity chunk does not have its sum"))
         else:
-            verdict, _, why = record.judge(
-                image, filled, store=store, namespace=blocks.namespace, shard=blocks.shard, key=key,
-                generation=generation, length=length,
-            )  # fmt: skip
-            kind = _kind(verdict, image, filled)
+            kind, why = _kind(judged, image), judged.reason
             if kind == Kind.OK and _padded(image, length):
                 kind, why = Kind.PADDING, "bytes beside header or payload are not zero"
             found.append((kind, why))
@@ -133,13 +136,13 @@ def _padded(image: memoryview, length: int) -> bool:
     return bool(header.any() or np.frombuffer(image, np.uint8)[record.HEADER_PAGE + length :].any())
 
 
-def _kind(verdict: record.Verdict, image: memoryview, filled: int) -> Kind:
-    if verdict == record.Verdict.OK:
+def _kind(judged: Judged, image: memoryview) -> Kind:
+    if judged.verdict == record.Verdict.OK:
         return Kind.OK
-    if verdict == record.Verdict.STALE:
+    if judged.verdict == record.Verdict.STALE:
         return Kind.STALE
     try:
-        record.decode(image[: min(filled, record.HEADER_PAGE)])
+        record.decode(image[: min(judged.filled, record.HEADER_PAGE)])
     except CorruptBlock:
         return Kind.HEADER
-    return Kind.PAYLOAD if filled == len(image) else Kind.TRUNCATED
+    return Kind.PAYLOAD if judged.filled == len(image) else Kind.TRUNCATED

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore import events, record, versions
+from kvstore import events, versions
 from kvstore.answers import BlockStatus
 from kvstore.backends.base import Status
 from kvstore.errors import KVStoreError, StoreFull
@@ -319,7 +319,7 @@ class Write(Job):
 
     def _need(self, entry: Entry) -> int:
         lengths = entry.blocks.lengths[entry.statuses != Status.OK]
-        return 0 if entry.moves else int(record.image_bytes_of(lengths).sum())
+        return 0 if entry.moves else int(self._core.engine.record_bytes_of(lengths).sum())
 
     # -- run: in a worker -------------------------------------------------------------------------
 

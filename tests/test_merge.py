@@ -42,12 +42,10 @@ def bring(source: Path, target: Path, told: Callable[[int], None] = lambda _: No
 
 
 def content(held: dict[tuple[bytes, int, bytes], Held]) -> dict[object, object]:
-    """Return what comes along of each block; a new version has another generation and time, and
-    what stood only for a block that is not there is made anew without a parent."""
+    """Return what comes along of each block; a new version has another generation and time."""
     return {
         name: (one.parent, one.label, one.payload, one.pin and (one.pin[0] // 10**8, one.pin[1]))
         for name, one in held.items()
-        if one.kind == Kind.PUT
     }
 
 

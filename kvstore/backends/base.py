@@ -17,6 +17,7 @@ anything is moved (:func:`check_images`).
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from kvstore import parity
 from kvstore.errors import (
     CorruptStore,
     EngineError,
@@ -36,14 +38,14 @@ from kvstore.errors import (
     StoreNotFound,
 )
 from kvstore.files import sync_directory
-from kvstore.keys import MAX_KEY_BYTES, NAMESPACE_ID_BYTES, KeyArray
-from kvstore.record import HEADER_PAGE, Header
+from kvstore.record import HEADER_PAGE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from kvstore.backends.raw import Salvage
+    from kvstore.keys import KeyArray
 
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
@@ -233,7 +235,8 @@ class Capabilities:
 class EngineContext:
     """Where an engine lives: its directory, the uuid of the store, its own options.
 
-    ``capacity``: bytes that the store may take, 0 = whatever the filesystem has.
+    ``capacity``: bytes that the store may take, 0 = whatever the filesystem has. ``parity``:
+    records have a parity chunk (:mod:`kvstore.parity`).
     """
 
     directory: Path
@@ -241,6 +244,7 @@ class EngineContext:
     options: Mapping[str, object] = field(default_factory=dict)
     read_only: bool = False
     capacity: int = 0
+    parity: bool = False
 
 
 class Engine(ABC):
@@ -323,8 +327,25 @@ class Engine(ABC):
 
     @property
     def largest_image(self) -> int:
-        """The largest record image (bytes) that can be put."""
+        """The largest record (bytes, with its parity chunk if it has one) that can be put."""
         return 1 << 62
+
+    def record_bytes_of(self, lengths: U32) -> npt.NDArray[np.int64]:
+        """Return the bytes that records of payloads of these lengths take in this engine."""
+        return parity.record_bytes_of(lengths, parity=self.context.parity)
+
+    def kept(self, images: Iterable[memoryview]) -> Iterator[memoryview]:
+        """Yield images as ``put_many`` is to keep them: with a parity chunk behind where records
+        have one. Each is valid until the next is asked for."""
+        if not self.context.parity:
+            yield from images
+            return
+        room = memoryview(b"")
+        for image in images:
+            size = len(image) + parity.spare_bytes(len(image))
+            if len(room) < size:
+                room = memoryview(mmap.mmap(-1, size))
+            yield parity.protect(image, room)
 
     @abstractmethod
     def create(self) -> None:
@@ -353,6 +374,14 @@ class Engine(ABC):
     def get_many_into(self, blocks: Blocks, images: Sequence[memoryview]) -> Read:
         """Fill each image with the record at (key, generation, place). Nothing is verified here,
         so the caller judges every image before it believes it."""
+
+    def reread(self, one: Blocks, record: memoryview) -> bool:
+        """Fill ``record`` with all that can be read of one record and its parity chunk; zeros stand
+        for the rest. Returns whether anything is there; never raises.
+
+        Optional: without it a record that lost a chunk is not brought back.
+        """
+        return False
 
     @abstractmethod
     def contains_many(self, blocks: Blocks) -> Mask:
@@ -448,47 +477,3 @@ def check_images(blocks: Blocks, images: Sequence[memoryview]) -> None:
     pages = (blocks.lengths.astype(np.int64) + HEADER_PAGE - 1) // HEADER_PAGE + 1
     if [len(image) for image in images] != (pages * HEADER_PAGE).tolist():
         raise ValueError(f"{len(images)} images do not fit the lengths of {len(blocks)} blocks")
-
-
-class ScanBatch:
-    """Collects what a scan finds until it makes a :class:`Scanned`."""
-
-    def __init__(self) -> None:
-        self._headers: list[Header] = []
-        self._places: list[int] = []
-        self._strange: list[Finding] = []
-
-    def __len__(self) -> int:
-        """Return the larger of records and findings: neither may pass SCAN_BATCH."""
-        return max(len(self._headers), len(self._strange))
-
-    def add(self, header: Header, place: int = 0) -> None:
-        self._headers.append(header)
-        self._places.append(place)
-
-    def report(self, finding: Finding) -> None:
-        self._strange.append(finding)
-
-    def take(self) -> Scanned:
-        """Return what was collected as columns, and start again."""
-        found, places, strange = self._headers, self._places, self._strange
-        self._headers, self._places, self._strange = [], [], []
-        return Scanned(
-            namespaces=_rows([header.namespace for header in found], NAMESPACE_ID_BYTES),
-            shards=np.array([header.shard for header in found], np.uint16),
-            key_lengths=np.array([len(header.key) for header in found], np.uint8),
-            keys=_rows([header.key for header in found], MAX_KEY_BYTES),
-            parent_lengths=np.array([len(header.parent) for header in found], np.uint8),
-            parents=_rows([header.parent for header in found], MAX_KEY_BYTES),
-            lengths=np.array([header.stored_length for header in found], np.uint32),
-            places=np.array(places, np.uint64),
-            generations=np.array([header.generation for header in found], np.uint64),
-            written_ns=np.array([header.written_ns for header in found], np.uint64),
-            labelled=np.array([bool(header.label) for header in found], np.bool_),
-            strange=tuple(strange),
-        )
-
-
-def _rows(values: list[bytes], width: int) -> U8:
-    blob = b"".join(value.ljust(width, b"\0") for value in values)
-    return np.frombuffer(blob, np.uint8).reshape(len(values), width)

@@ -86,6 +86,17 @@ class Files:
         finally:
             os.close(descriptor)
 
+    def load_around(self, name: str, folder: int, view: memoryview) -> bool:
+        """Fill ``view`` from the start of a file by :meth:`read_around`. Raises OSError."""
+        descriptor = self.open(name, READ, folder)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                return False
+            return self.read_around(descriptor, view, status.st_size)
+        finally:
+            os.close(descriptor)
+
     def read(self, descriptor: int, image: memoryview, end: int, start: int = 0) -> int:
         """Fill ``image`` with what lies at ``start`` of a file that ends at ``end``.
 
@@ -98,6 +109,21 @@ class Files:
         if filled < len(image):
             filled = _read_on(descriptor, image, filled, start, end)
         return filled
+
+    def read_around(self, descriptor: int, view: memoryview, end: int, start: int = 0) -> bool:
+        """Fill ``view`` like :meth:`read`, page by page where the device refuses some, which then
+        are zeros. Returns whether anything could be read."""
+        filled = 0
+        with contextlib.suppress(OSError):
+            filled = self.read(descriptor, view, end, start)
+        found = filled > 0
+        for at in range(filled // ALIGNMENT * ALIGNMENT, len(view), ALIGNMENT):
+            page, got = view[at : at + ALIGNMENT], 0
+            with contextlib.suppress(OSError):
+                got = self.read(descriptor, page, end, start + at)
+            page[got:] = bytes(len(page) - got)
+            found |= got > 0
+        return found
 
     def write(self, descriptor: int, image: memoryview, start: int = 0) -> None:
         """Write the whole of ``image`` at ``start`` of a file; raises OSError."""

@@ -44,6 +44,7 @@ from kvstore.backends.directio import (
 from kvstore.backends.filetree import MAX_FANOUT, TEMPORARY, Entry, Folders, Survey, Tree
 from kvstore.backends.misnamed import rename_right
 from kvstore.backends.publish import Put, Spool, Syncs, Workshop
+from kvstore.backends.scanning import ScanBatch
 from kvstore.errors import (
     ConfigError,
     CorruptBlock,
@@ -127,7 +128,7 @@ class FilesystemEngine(base.Engine):
         base.check_images(blocks, images)
         put = Put(shop, blocks, sync=sync)
         if not shop.syncs.failed:
-            put.write(images)
+            put.write(self.kept(images))
             put.publish()
         return base.Written(np.zeros(len(blocks), np.uint64), put.statuses)
 
@@ -146,6 +147,17 @@ class FilesystemEngine(base.Engine):
                 except OSError as error:
                     statuses[i] = self._unreadable(error, name)
         return base.Read(np.frombuffer(statuses, np.uint8), np.array(filled, np.uint32))
+
+    def reread(self, one: Blocks, record: memoryview) -> bool:
+        self.require_open()
+        ((fan, name),) = self._tree.names(one)
+        try:
+            with Folders(self._root) as folders:
+                folder = folders.enter(one.namespace.hex(), fan)
+                return self._files.load_around(name, folder, record)
+        except OSError as error:
+            self._unreadable(error, name)
+            return False
 
     def contains_many(self, blocks: Blocks) -> base.Mask:
         self.require_open()
@@ -200,7 +212,7 @@ class FilesystemEngine(base.Engine):
         with ThreadPoolExecutor(threads, "scan") as pool:
             found = self._tree.walk(self._root)
             while chunk := list(itertools.islice(found, SCAN_BATCH)):
-                batch = base.ScanBatch()
+                batch = ScanBatch()
                 size = -(-len(chunk) // threads)
                 parts = [chunk[at : at + size] for at in range(0, len(chunk), size)]
                 for item in itertools.chain.from_iterable(pool.map(self._read_headers, parts)):

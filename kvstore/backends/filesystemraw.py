@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from xxhash import xxh3_64_intdigest
 
 from kvstore.backends.filetree import MAX_FANOUT, SUFFIX, TEMPORARY, Tree
-from kvstore.backends.raw import Extent, Raw, Remains, Salvage
+from kvstore.backends.raw import Extent, Raw, Remains, Salvage, spare_of
 from kvstore.errors import CorruptBlock
 from kvstore.files import DIRECTORY_MODE, sync_directory
 from kvstore.record import HEADER_PAGE, MAGIC, Header, claimed_header_length, decode, image_bytes
@@ -76,7 +76,8 @@ class FilesystemSalvage(Salvage):
         fits = whole.length >= image_bytes(header.stored_length)
         place = 0 if fits and path == self._path(header) else None
         payload = Extent(file, HEADER_PAGE, header.stored_length)
-        yield Raw(header, page[: claimed_header_length(page)], (((payload,),),), whole, place)
+        head, spare = page[: claimed_header_length(page)], spare_of(header, whole)
+        yield Raw(header, head, (((payload,),),), whole, place, spare=spare)
 
     def _path(self, header: Header) -> str:
         name = f"{header.shard:04x}-{header.key.hex()}.{header.generation:016x}{SUFFIX}"

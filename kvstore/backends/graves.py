@@ -21,7 +21,6 @@ from kvstore.backends.ledger import UNKNOWN
 from kvstore.backends.superfile import FOLDER, GRAVES, NEW, digest, name_of, tombstone_page
 from kvstore.errors import EngineError
 from kvstore.killpoints import reach
-from kvstore.record import image_bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -175,7 +174,7 @@ def _search(shelf: Shelf, reader: SlotReader, blocks: Blocks) -> U64:
     """Return the places of versions, 0 where there is none, among the slots not claimed."""
     places = np.zeros(len(blocks), np.uint64)
     wanted = {generation: i for i, generation in enumerate(blocks.generations.tolist())}
-    sizes = np.minimum(image_bytes_of(blocks.lengths), shelf.slots_bytes)
+    sizes = np.minimum(shelf.record_bytes_of(blocks.lengths), shelf.slots_bytes)
     lengths = {shelf.class_bytes(size) for size in np.unique(sizes).tolist()}
     for number, shape in sorted(shelf.shapes.items()):
         if shape.slot_bytes in lengths:

@@ -4,7 +4,8 @@ A record is kept as small and large entries of one ordered table::
 
     h <name>                      the envelope header, alone: what a scan reads
     b <name> <piece, u16>         the header again, the number of the piece (u32), a part of the
-                                  payload: 252 KiB, the last one what is left
+                                  payload: 252 KiB, the last one what is left; the pieces that
+                                  follow in number are those of the parity chunk, if it has one
 
     <name> = generation (u64), namespace (16), shard (u16), length of the key (u8), key
 
@@ -30,8 +31,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from kvstore import parity
 from kvstore.backends import base
 from kvstore.backends.base import SCAN_BATCH, Finding, Leaving, Status
+from kvstore.backends.scanning import ScanBatch
 from kvstore.errors import (
     ConfigError,
     CorruptBlock,
@@ -39,7 +42,7 @@ from kvstore.errors import (
 )
 from kvstore.files import sync_directory, write_new
 from kvstore.killpoints import reach
-from kvstore.record import HEADER_PAGE, claimed_header_length, decode
+from kvstore.record import HEADER_PAGE, claimed_header_length, decode, image_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -121,6 +124,10 @@ class KeyValueEngine(base.Engine):
     def reading(self) -> contextlib.AbstractContextManager[Get]:
         """Give a function from key to value, None if absent. Values are valid inside only."""
 
+    def reading_unverified(self) -> contextlib.AbstractContextManager[Get]:
+        """Like :meth:`reading`, but damaged values are given as they are, as far as that can be."""
+        return self.reading()
+
     @abstractmethod
     def after(self, key: bytes, stop: bytes, count: int) -> list[tuple[bytes, bytes]]:
         """Return the first ``count`` pairs in order with ``key`` < their key < ``stop``."""
@@ -185,7 +192,7 @@ class KeyValueEngine(base.Engine):
             return Status.FAILED
         try:
             reach("put.begin")
-            self.write(_pairs(blocks, images), sync=sync)
+            self.write(_pairs(blocks, self.kept(images)), sync=sync)
             reach("put.end")
         except LibraryError as error:
             return self._note(error)
@@ -208,6 +215,18 @@ class KeyValueEngine(base.Engine):
                     statuses[i] = Status.OK if got == len(image) else Status.DAMAGED
         return base.Read(np.frombuffer(statuses, np.uint8), np.array(filled, np.uint32))
 
+    def reread(self, one: Blocks, record: memoryview) -> bool:
+        self.require_open()
+        (name,), length = _names(one), int(one.lengths[0])
+        record[:] = bytes(len(record))
+        payload, spare = record[HEADER_PAGE : HEADER_PAGE + length], record[image_bytes(length) :]
+        known = False
+        with self.reading_unverified() as get:
+            for number, part in enumerate([*_cut(payload), *_cut(spare)]):
+                with contextlib.suppress(LibraryError):
+                    known |= _take_piece(get(_piece(name, number)), number, part, record)
+        return known
+
     def contains_many(self, blocks: Blocks) -> base.Mask:
         self.require_open()
         found = [header is not None for header in self._headers(_names(blocks))]
@@ -219,7 +238,7 @@ class KeyValueEngine(base.Engine):
         headers = self._headers(names)
         for name, header, length in zip(names, headers, blocks.lengths.tolist(), strict=True):
             # The length that is asked for may be wrong, and so may a damaged header.
-            count = -(-max(length, _stored_length(header)) // PIECE_BYTES)
+            count = max(piece_count(length), _pieces_told(header))
             keys += [HEADERS + name, *(_piece(name, number) for number in range(count))]
         if keys:
             self._remove(keys)
@@ -275,7 +294,7 @@ class KeyValueEngine(base.Engine):
         self.require_open()
         last, stop = HEADERS, bytes([HEADERS[0] + 1])
         while found := self.after(last, stop, SCAN_BATCH):
-            batch = base.ScanBatch()
+            batch = ScanBatch()
             for key, value in found:
                 item = self._judge(key, value)
                 if isinstance(item, Finding):
@@ -344,14 +363,23 @@ def _piece(name: bytes, number: int) -> bytes:
     return PIECES + name + number.to_bytes(2, "big")
 
 
-def _stored_length(header: bytes | None) -> int:
+def piece_count(length: int) -> int:
+    """Return how many pieces so many bytes are cut into."""
+    return -(-length // PIECE_BYTES)
+
+
+def _pieces_told(header: bytes | None) -> int:
+    """Return how many pieces an envelope tells of, those of its parity chunk included."""
     try:
-        return decode(header).stored_length if header else 0
+        found = decode(header) if header else None
     except CorruptBlock:
         return 0
+    if found is None:
+        return 0
+    return piece_count(found.stored_length) + piece_count(parity.spare_bytes_of(found))
 
 
-def _pairs(blocks: Blocks, images: Sequence[memoryview]) -> Iterator[Pair]:
+def _pairs(blocks: Blocks, images: Iterable[memoryview]) -> Iterator[Pair]:
     """Yield what a batch is in the table. All large values share their memory."""
     room = memoryview(bytearray(HEADER_PAGE + _NUMBER.size + PIECE_BYTES))
     columns = zip(_names(blocks), blocks.lengths.tolist(), images, strict=True)
@@ -359,12 +387,16 @@ def _pairs(blocks: Blocks, images: Sequence[memoryview]) -> Iterator[Pair]:
         header = image[: claimed_header_length(image)]
         start = len(header) + _NUMBER.size
         room[: len(header)] = header
-        for number, at in enumerate(range(0, length, PIECE_BYTES)):
-            part = image[HEADER_PAGE:][at : min(at + PIECE_BYTES, length)]
+        payload, spare = image[HEADER_PAGE : HEADER_PAGE + length], image[image_bytes(length) :]
+        for number, part in enumerate([*_cut(payload), *_cut(spare)]):
             _NUMBER.pack_into(room, len(header), number)
             _copy(part, room[start : start + len(part)])
             yield _piece(name, number), room[: start + len(part)]
         yield HEADERS + name, header
+
+
+def _cut(payload: memoryview) -> list[memoryview]:
+    return [payload[at : at + PIECE_BYTES] for at in range(0, len(payload), PIECE_BYTES)]
 
 
 def _fill(image: memoryview, length: int, name: bytes, get: Get) -> int | None:
@@ -390,6 +422,21 @@ def _fill(image: memoryview, length: int, name: bytes, get: Get) -> int | None:
         np.copyto(payload[at : at + size], part)
     payload[length:] = 0
     return len(image)
+
+
+def _take_piece(value: Value | None, number: int, part: memoryview, record: memoryview) -> bool:
+    """Put what is in a piece where it belongs in a record; tell whether its envelope is good."""
+    start = claimed_header_length(value) if value is not None else 0
+    if value is None or not start:
+        return False
+    source = _part(value, number, start)[: len(part)]
+    np.copyto(np.frombuffer(part, np.uint8)[: len(source)], source)
+    try:
+        decode(value)
+    except CorruptBlock:
+        return False
+    record[:start] = value[:start]
+    return True
 
 
 def _part(value: Value | None, number: int, header_bytes: int) -> base.U8:

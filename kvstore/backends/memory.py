@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.backends import base
+from kvstore.backends.scanning import ScanBatch
 from kvstore.errors import StoreExists, StoreNotFound
 from kvstore.record import decode
 
@@ -55,7 +56,7 @@ class MemoryEngine(base.Engine):
     def put_many(self, blocks: Blocks, images: Sequence[memoryview], *, sync: bool) -> base.Written:
         self.require_open(writing=True)
         base.check_images(blocks, images)
-        for name, image in zip(_names(blocks), images, strict=True):
+        for name, image in zip(_names(blocks), self.kept(images), strict=True):
             self._records[name] = np.array(image, np.uint8)
         return base.Written(np.zeros(len(blocks), np.uint64), np.zeros(len(blocks), np.uint8))
 
@@ -71,6 +72,13 @@ class MemoryEngine(base.Engine):
                 statuses[i] = base.Status.OK if size == len(image) else base.Status.DAMAGED
         return base.Read(statuses, filled)
 
+    def reread(self, one: Blocks, record: memoryview) -> bool:
+        stored = self._records.get(_names(one)[0])
+        if stored is None or len(stored) > len(record):
+            return False
+        np.copyto(np.frombuffer(record, np.uint8)[: len(stored)], stored)
+        return True
+
     def contains_many(self, blocks: Blocks) -> base.Mask:
         self.require_open()
         return np.array([name in self._records for name in _names(blocks)], np.bool_)
@@ -83,7 +91,7 @@ class MemoryEngine(base.Engine):
         self.require_open()
         images = list(self._records.values())
         for first in range(0, len(images), base.SCAN_BATCH):
-            batch = base.ScanBatch()
+            batch = ScanBatch()
             for image in images[first : first + base.SCAN_BATCH]:
                 batch.add(decode(image.data))
             yield batch.take()

@@ -14,7 +14,7 @@ import numpy as np
 from kvstore import files, record
 from kvstore.backends.base import Blocks
 from kvstore.errors import CorruptBlock, CorruptStore
-from kvstore.keys import MAX_BLOCK_BYTES
+from kvstore.parity import MOST_BYTES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,14 +71,13 @@ def _whole(context: EngineContext, path: Path) -> Header | None:
     """Return the header of a file that is a whole record of this store, else None."""
     try:
         with files.open_regular(path) as opened:
-            image = memoryview(opened.read(record.image_bytes(MAX_BLOCK_BYTES) + 1))
+            image = memoryview(opened.read(MOST_BYTES))
         header = record.decode(image[: record.HEADER_PAGE])
     except (OSError, CorruptStore, CorruptBlock):
         return None
-    verdict, _, _ = record.judge(
-        image, len(image), store=context.store_uuid, namespace=header.namespace, shard=header.shard,
-        key=header.key, generation=header.generation, length=header.stored_length,
-    )  # fmt: skip
+    if header.store != context.store_uuid:
+        return None
+    verdict, _, _ = record.judge_as(header, image, len(image))
     return header if verdict == record.Verdict.OK else None
 
 

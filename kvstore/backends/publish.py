@@ -33,7 +33,7 @@ from kvstore.backends.filetree import TEMPORARY, Folders, Tree
 from kvstore.errors import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
 
     from kvstore.backends.base import Blocks
 
@@ -175,7 +175,7 @@ class Put:
         self._held: list[tuple[int, _Draft]] = []
         self._complete: list[_Draft] = []
 
-    def write(self, images: Sequence[memoryview]) -> None:
+    def write(self, images: Iterable[memoryview]) -> None:
         """Write every image under a temporary name, and sync the files in groups if asked to."""
         group = SYNC_GROUP if self._sync_files else 1
         names = self._shop.tree.names(self._blocks)

@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
-from kvstore.backends.keyvalue import PIECE_BYTES, name_of
+from kvstore.backends.keyvalue import PIECE_BYTES, name_of, piece_count
 from kvstore.errors import CorruptBlock
-from kvstore.record import HEADER_PAGE, MAGIC, Header, Verdict, decode, image_bytes, judge
+from kvstore.parity import kept_bytes, repair, spare_bytes_of
+from kvstore.record import HEADER_PAGE, MAGIC, Header, Verdict, decode, image_bytes, judge_as
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -63,13 +64,15 @@ Extents = tuple[Extent, ...]
 class Raw:
     """A record by its envelope. ``pieces`` holds, for each piece of the payload, where copies of it
     lie; none where it was not found. ``whole`` is where it lies as an image, None in key/value
-    engines; ``place`` where the engine looks for the record, if it lies there, else None."""
+    engines; ``place`` where the engine looks for the record, if it lies there, else None. ``spare``
+    is the parity chunk, as far as it was found."""
 
     header: Header
     head: bytes
     pieces: tuple[tuple[Extents, ...], ...]
     whole: Extent | None = None
     place: int | None = None
+    spare: Extents = ()
 
     @property
     def identity(self) -> Identity:
@@ -225,32 +228,54 @@ class Salvage(ABC):
     def load(self, raw: Raw, image: memoryview) -> str:
         """Fill the image with the record; return why it is damaged, "" if it is whole.
 
-        The image has ``record.image_bytes`` of the stored length.
+        The image has ``record.image_bytes`` of the stored length. A lost chunk is brought back.
         """
         lacking = [number for number, found in enumerate(raw.pieces) if not found]
-        if lacking:
-            return f"piece {lacking[0]} of {len(raw.pieces)} is nowhere to be found"
-        first = ""
-        for choice in itertools.islice(itertools.product(*raw.pieces), MOST_CHOICES):
-            reason = self._fill(raw, choice, image)
-            if not reason:
+        reason = (
+            f"piece {lacking[0]} of {len(raw.pieces)} is nowhere to be found" if lacking else ""
+        )
+        choices = itertools.product(*raw.pieces)  # none at all where a piece is lacking
+        for choice in itertools.islice(choices, MOST_CHOICES):
+            found = self._fill(raw, choice, image)
+            if not found:
                 return ""
-            first = first or reason
-        return first
+            reason = reason or found
+        return "" if raw.spare and self._bring_back(raw, image) else reason
+
+    def _bring_back(self, raw: Raw, image: memoryview) -> bool:
+        """Fill the image from the first copy of each piece and the parity chunk, if that helps."""
+        header, size = raw.header, len(image)
+        whole = memoryview(mmap.mmap(-1, kept_bytes(header)))
+        step = PIECE_BYTES if raw.whole is None else header.stored_length
+        whole[: len(raw.head)] = raw.head
+        for number, copies in enumerate(raw.pieces):
+            start = HEADER_PAGE + number * step
+            room = whole[start : HEADER_PAGE + min((number + 1) * step, header.stored_length)]
+            self._read_run(copies[0] if copies else (), room)
+        self._read_run(raw.spare, whole[size:])
+        if not repair(whole, header) or judge_as(header, whole, size)[0] != Verdict.OK:
+            return False
+        np.copyto(np.frombuffer(image, np.uint8), np.frombuffer(whole, np.uint8)[:size])
+        return True
+
+    def _read_run(self, extents: Extents, room: memoryview) -> int:
+        """Fill ``room`` from extents one after the other as far as they go; return how far."""
+        at = 0
+        for extent in extents:
+            part = room[at : at + extent.length]
+            filled = self.files.read_into(extent.file, extent.offset, part)
+            at += filled
+            if filled < len(part):
+                break
+        return at
 
     def _fill(self, raw: Raw, choice: tuple[Extents, ...], image: memoryview) -> str:
-        header, at = raw.header, HEADER_PAGE
+        header = raw.header
         image[: len(raw.head)] = raw.head
-        for extent in itertools.chain.from_iterable(choice):
-            room = image[at : min(at + extent.length, HEADER_PAGE + header.stored_length)]
-            filled = self.files.read_into(extent.file, extent.offset, room)
-            at += filled
-            if filled < len(room):
-                break
-        verdict, _, reason = judge(
-            image, at, store=header.store, namespace=header.namespace, shard=header.shard,
-            key=header.key, generation=header.generation, length=header.stored_length,
-        )  # fmt: skip
+        payload = image[HEADER_PAGE : HEADER_PAGE + header.stored_length]
+        run = tuple(itertools.chain.from_iterable(choice))
+        at = HEADER_PAGE + self._read_run(run, payload)
+        verdict, _, reason = judge_as(header, image, at)
         rest = np.frombuffer(image, np.uint8)
         rest[len(raw.head) : HEADER_PAGE] = 0
         rest[HEADER_PAGE + header.stored_length :] = 0
@@ -258,6 +283,13 @@ class Salvage(ABC):
 
     def close(self) -> None:
         self.files.close()
+
+
+def spare_of(header: Header, whole: Extent) -> Extents:
+    """Return where the parity chunk lies of a record that lies in one piece."""
+    start, size = image_bytes(header.stored_length), spare_bytes_of(header)
+    size = min(size, max(whole.length - start, 0))
+    return (Extent(whole.file, whole.offset + start, size),) if size else ()
 
 
 def new_image(length: int) -> memoryview:
@@ -314,10 +346,14 @@ def piece_of(hit: Hit) -> tuple[int, int] | None:
     """Return number and bytes of the piece whose envelope this is, None if it can be no piece."""
     if len(hit.after) < _NUMBER.size:
         return None
-    number, stored = _NUMBER.unpack(hit.after)[0], hit.header.stored_length
-    if number * PIECE_BYTES >= stored:
+    number, size = _NUMBER.unpack(hit.after)[0], hit.header.stored_length
+    at = number
+    if number >= piece_count(size):
+        # Those of the parity chunk are counted on from those of the payload.
+        at, size = number - piece_count(size), spare_bytes_of(hit.header)
+    if at * PIECE_BYTES >= size:
         return None
-    return number, min(PIECE_BYTES, stored - number * PIECE_BYTES)
+    return number, min(PIECE_BYTES, size - at * PIECE_BYTES)
 
 
 def ends_with_number(before: bytes, number: int) -> bool:
@@ -344,8 +380,15 @@ class Pieces:
         while self._found:
             head, found = self._found.popitem()
             header = decode(head)
-            count = -(-header.stored_length // PIECE_BYTES)
-            yield Raw(header, head, tuple(tuple(found.get(n, ())) for n in range(count)))
+            count = piece_count(header.stored_length)
+            total = count + piece_count(spare_bytes_of(header))
+            pieces = tuple(tuple(found.get(n, ())) for n in range(total))
+            spare = (
+                tuple(run for copies in pieces[count:] for run in copies[0])
+                if all(pieces[count:])
+                else ()
+            )
+            yield Raw(header, head, pieces[:count], spare=spare)
 
 
 class Names:

@@ -167,6 +167,18 @@ class RocksdbEngine(MergedEngine):
 
         yield get
 
+    @contextlib.contextmanager
+    def reading_unverified(self) -> Iterator[Get]:
+        options, db = rocksdict.ReadOptions(), self._open_db()
+        options.set_verify_checksums(False)
+
+        def get(key: bytes) -> bytes | None:
+            with _edge("reading"):
+                value: bytes | None = db.get(key, read_opt=options)
+                return value
+
+        yield get
+
     def after(self, key: bytes, stop: bytes, count: int) -> list[tuple[bytes, bytes]]:
         options = rocksdict.ReadOptions()
         options.set_iterate_upper_bound(stop)

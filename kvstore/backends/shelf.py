@@ -16,10 +16,12 @@ import stat
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore import parity
 from kvstore.backends import superfile
 from kvstore.backends.base import Finding, Status
 from kvstore.backends.directio import DIRECTORY, NO_DESCRIPTOR, Complaints, Files, write_status
@@ -28,7 +30,7 @@ from kvstore.backends.ledger import Ledger
 from kvstore.backends.pagemap import PageMap
 from kvstore.backends.superfile import FOLDER, GRAVES, Shape, name_of
 from kvstore.errors import CorruptBlock, CorruptStore, EngineError
-from kvstore.record import HEADER_PAGE, decode, image_bytes
+from kvstore.record import HEADER_PAGE, decode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -65,6 +67,7 @@ class Shelf:
         self.failed = ""
         self.growing = threading.Lock()
         self._store = context.store_uuid
+        self.record_bytes_of = partial(parity.record_bytes_of, parity=context.parity)
         self._read_only = context.read_only
         self._maps: dict[int, PageMap | None] = {}
         self._retired: list[int] = []
@@ -161,7 +164,7 @@ class Shelf:
             header = decode(page[:filled])
         except (OSError, CorruptBlock):
             return 0
-        size = image_bytes(header.stored_length)
+        size = parity.kept_bytes(header)
         if header.store != self._store or size > self.slots_bytes:
             return 0
         return self.class_bytes(size)

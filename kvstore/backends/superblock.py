@@ -40,6 +40,7 @@ from kvstore.backends import base, superfile
 from kvstore.backends.base import SCAN_BATCH, Finding, Status
 from kvstore.backends.directio import read_status, write_status
 from kvstore.backends.graves import bury
+from kvstore.backends.scanning import ScanBatch
 from kvstore.backends.shelf import Shelf
 from kvstore.backends.slotscan import SlotReader
 from kvstore.backends.superfile import FOLDER, name_of
@@ -49,7 +50,7 @@ from kvstore.errors import (
 )
 from kvstore.files import move_away, write_new
 from kvstore.killpoints import reach
-from kvstore.record import HEADER_PAGE, image_bytes, image_bytes_of
+from kvstore.record import HEADER_PAGE, image_bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -152,8 +153,11 @@ class SuperblockEngine(base.Engine):
         which = np.flatnonzero(statuses == Status.OK)
         chosen = [images[i] for i in which.tolist()]
         numbers, offsets = shelf.ledger.locate(places[which])
+        kept = self.kept(chosen)
         for run in runs(numbers, offsets, chosen):
-            for at, error in self._write(shelf, numbers[run.start], offsets, chosen, run):
+            # A parity chunk parts an image from the next one: then each is a run by itself.
+            together = list(itertools.islice(kept, len(run)))
+            for at, error in self._write(shelf, numbers[run.start], offsets, together, run):
                 statuses[which[at]] = write_status(error)
                 self._give_up(shelf, int(places[which[at]]), numbers[at], offsets[at])
         shelf.note_written(numbers)
@@ -167,7 +171,7 @@ class SuperblockEngine(base.Engine):
     def _find_places(self, shelf: Shelf, blocks: Blocks) -> tuple[U64, base.U8]:
         """Take a slot for each block, in new super-blocks if need be, as far as that goes."""
         statuses = np.full(len(blocks), Status.OK, np.uint8)
-        sizes = image_bytes_of(blocks.lengths)
+        sizes = self.record_bytes_of(blocks.lengths)
         fits = sizes <= self.largest_image
         statuses[~fits] = Status.FULL
         missing = np.flatnonzero(fits)
@@ -194,18 +198,17 @@ class SuperblockEngine(base.Engine):
         images: list[memoryview],
         run: range,
     ) -> list[tuple[int, OSError]]:
-        """Write a run of images into one super-block; return which failed, and why."""
+        """Write the images of a run into one super-block; return which failed, and why."""
         descriptor, failed = shelf.descriptors[number], []
         reach("put.begin")
         if len(run) > 1 and shelf.files.io == "direct":
-            size = offsets[run[-1]] + len(images[run[-1]]) - offsets[run.start]
             with contextlib.suppress(OSError):
-                together = images[run.start : run.stop]
-                if os.pwritev(descriptor, together, offsets[run.start]) == size:
+                size = sum(map(len, images))
+                if os.pwritev(descriptor, images, offsets[run.start]) == size:
                     return []
-        for at in run:
+        for at, image in zip(run, images, strict=True):
             try:
-                self._write_one(shelf, descriptor, offsets[at], images[at])
+                self._write_one(shelf, descriptor, offsets[at], image)
             except OSError as error:
                 shelf.complaints.log("writing", name_of(number), error)
                 failed.append((at, error))
@@ -235,9 +238,10 @@ class SuperblockEngine(base.Engine):
 
     def room(self, length: int) -> base.Room:
         shelf = self._open_shelf()
-        if image_bytes(length) > self.largest_image:
+        size = int(self.record_bytes_of(np.array([length], np.uint32))[0])
+        if size > self.largest_image:
             return super().room(length)
-        return base.Room(*shelf.ledger.groups(image_bytes(length)))
+        return base.Room(*shelf.ledger.groups(size))
 
     def close_group(self, group: int) -> bool:
         return self._open_shelf().ledger.close(group)
@@ -296,6 +300,14 @@ class SuperblockEngine(base.Engine):
                 shelf.complaints.log("reading", name_of(number), error)
                 yield at, error
 
+    def reread(self, one: Blocks, record: memoryview) -> bool:
+        shelf = self._open_shelf()
+        sure, maybe = shelf.ledger.holding(one.places, one.generations)
+        if not (sure | maybe)[0]:
+            return False
+        (number,), (offset,) = shelf.ledger.locate(one.places)
+        return shelf.files.read_around(shelf.descriptors[number], record, self._bytes, offset)
+
     def resident_bytes(self, blocks: Blocks) -> int:
         """Return how many bytes of these records are in the page cache."""
         shelf = self._open_shelf()
@@ -350,7 +362,7 @@ class SuperblockEngine(base.Engine):
                 for start in range(0, len(places), SCAN_BATCH):
                     part = slice(start, start + SCAN_BATCH)
                     shares = reader.shares(number, places[part], versions[part], slot_bytes)
-                    batch = base.ScanBatch()
+                    batch = ScanBatch()
                     for place, item in itertools.chain.from_iterable(pool.map(reader.read, shares)):
                         if isinstance(item, Finding):
                             batch.report(item)
@@ -359,7 +371,7 @@ class SuperblockEngine(base.Engine):
                     yield batch.take()
 
     def claim(self, places: U64, lengths: U32, generations: U64, *, complete: bool) -> None:
-        shelf, sizes = self._open_shelf(), image_bytes_of(lengths)
+        shelf, sizes = self._open_shelf(), self.record_bytes_of(lengths)
         shelf.mend(places, sizes)
         shelf.ledger.claim(places, sizes, generations, complete=complete)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 from kvstore.backends.directio import Complaints
 from kvstore.backends.graves import Graves
 from kvstore.backends.ledger import Ledger
-from kvstore.backends.raw import Extent, Raw, Remains, Salvage
+from kvstore.backends.raw import Extent, Raw, Remains, Salvage, spare_of
 from kvstore.backends.superfile import (
     FOLDER,
     GRAVES,
@@ -31,6 +31,7 @@ from kvstore.backends.superfile import (
     decode as decode_shape,
 )
 from kvstore.errors import CorruptBlock, CorruptStore, EngineError
+from kvstore.parity import kept_bytes
 from kvstore.record import HEADER_PAGE, Header, claimed_header_length, decode, image_bytes
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class SuperblockSalvage(Salvage):
         at = HEADER_PAGE
         while at < self.files.sizes[file]:
             header = self._decode(self.files.read(file, at, HEADER_PAGE))
-            size = image_bytes(header.stored_length) if header else HEADER_PAGE
+            size = kept_bytes(header) if header else HEADER_PAGE
             slot_bytes = self._class_bytes(size) if header else 0
             if slot_bytes and at == HEADER_PAGE:
                 return slot_bytes
@@ -174,7 +175,14 @@ class SuperblockSalvage(Salvage):
         if image_bytes(header.stored_length) > extent.length:
             return Remains(extent, "its envelope gives more bytes than its slot has", place=place)
         payload = Extent(extent.file, extent.offset + HEADER_PAGE, header.stored_length)
-        return Raw(header, page[: claimed_header_length(page)], (((payload,),),), extent, place)
+        return Raw(
+            header,
+            page[: claimed_header_length(page)],
+            (((payload,),),),
+            extent,
+            place,
+            spare=spare_of(header, extent),
+        )
 
     def remove(self, extent: Extent) -> None:
         path = self.files.root / self.files.paths[extent.file]

@@ -69,7 +69,8 @@ class WrongBytes(KVStoreError):
 class Plan:
     """``data_bytes`` in blocks of each size, ``rounds`` times; ``threads`` call what is O_DIRECT.
 
-    ``engines`` are names; ``mmap`` is ``superblock`` with that ``io``.
+    ``engines`` are names; ``mmap`` is ``superblock`` with that ``io``. With ``parity`` each is
+    measured once more, with a parity chunk for each block.
     """
 
     engines: Sequence[str]
@@ -78,6 +79,7 @@ class Plan:
     rounds: int = 3
     threads: int = 4
     directory: Path = Path(".demo")
+    parity: bool = False
 
 
 class _Data:
@@ -127,7 +129,10 @@ class _Data:
     def check(self) -> None:
         """Raise WrongBytes unless all that was put was read."""
         for source, target in zip(self.sources, self.targets, strict=True):
-            if not np.array_equal(np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)):
+            one, other = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
+            # Headers may differ in what they say of parity.
+            same = record.decode(source[:PAGE]) == record.decode(target[:PAGE])
+            if not (same and np.array_equal(one[PAGE:], other[PAGE:])):
                 raise WrongBytes("a block came back with other bytes")
 
 
@@ -178,18 +183,20 @@ class _Reference:
 class _Engine:
     """An engine full of blocks, and what was measured of it."""
 
-    def __init__(self, plan: Plan, data: _Data, folder: Path, name: str) -> None:
+    def __init__(
+        self, plan: Plan, data: _Data, folder: Path, name: str, *, parity: bool = False
+    ) -> None:
         self._data, self._folder, self._generation = data, folder, 0
         folder.mkdir()
         found = engine_class(name)
         capacity = CAPACITY * plan.data_bytes
         options = {**found.options_for(capacity), "io": "mmap" if name in ALIASES else "auto"}
-        context = EngineContext(folder, STORE, options, capacity=capacity)
+        context = EngineContext(folder, STORE, options, capacity=capacity, parity=parity)
         self._engine: Engine = found(context)
         self._engine.create()
         self._engine.open()
         io = self._engine.stats().io
-        self.subject = Subject(name, io)
+        self.subject = Subject(f"{name}, parity" if parity else name, io)
         # The page cache is read by one thread: more make it slower.
         self._threads = plan.threads if io == "direct" else 1
         self._blocks = self._next_version()
@@ -297,7 +304,7 @@ def run(plan: Plan, note: Callable[[str], None]) -> dict[str, Any]:
     """Measure; return a document. Raises UsageError, WrongBytes and what engines raise."""
     folder = plan.directory / FOLDER
     names, missing = _loadable(plan.engines)
-    _check(plan, len(names))
+    _check(plan, len(names) * (1 + plan.parity))
     found: dict[str, Any] = {
         "bench": "engines",
         "data_bytes": plan.data_bytes,
@@ -361,6 +368,8 @@ def _measure(
         for name in names:
             note(f"blocks of {size}: filling {name}")
             engines.append(_Engine(plan, data, folder / name, name))
+            if plan.parity:
+                engines.append(_Engine(plan, data, folder / f"{name}-parity", name, parity=True))
         for number in range(plan.rounds):
             rng.shuffle(data.order)
             note(f"blocks of {size}: round {number + 1} of {plan.rounds}")

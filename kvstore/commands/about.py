@@ -185,6 +185,7 @@ def _change(name: str) -> str:
 
 SAMPLES = {
     "engine": '"filesystem"',
+    "parity": '"xor"',
     "capacity": '"512GiB"',
     "min_free": '"10GiB"',
     "listen": '"tcp://127.0.0.1:7700"',

@@ -17,11 +17,15 @@ if TYPE_CHECKING:
 
     from kvstore.config import Loaded
     from kvstore.guard import GuardFiles
+    from kvstore.layout import StoreRecord
     from kvstore.opening import Options
     from kvstore.reload import Change
     from kvstore.server import ServerOptions
 
-LEFT_TO_THE_STORE = ("engine", "capacity", "min_free")
+LEFT_TO_THE_STORE = ("engine", "parity", "capacity", "min_free")
+
+NEW_STORE = {"engine": "filesystem", "parity": "off"}
+"""What is chosen when a store is made, and stays."""
 
 log = logging.getLogger("kvstore")
 
@@ -55,6 +59,7 @@ def _setting(name: str, metavar: str, text: str, section: str = "Options") -> Ca
 )
 @_setting("store", "DIR", "Directory of the store.")
 @_setting("engine", "NAME", "How blocks are kept on disk, chosen at creation.")
+@_setting("parity", "off|xor", "A parity chunk for each block, chosen at creation.")
 @_setting("capacity", "SIZE", "Bytes the store may take on disk.")
 @_setting("memory", "SIZE", "Bytes of the memory tier.")
 @_setting("min-free", "SIZE", "Bytes of the filesystem that stay free.")
@@ -262,10 +267,11 @@ def _left_to_the_store(loaded: Loaded, name: str) -> tuple[object, object]:
     try:
         record = layout.read(store)
     except KVStoreError:  # none yet, or the opening will tell what is wrong with it
-        if name == "engine":
-            return config.DEFAULT_ENGINE, "default for a new store"
+        if name in NEW_STORE:
+            return NEW_STORE[name], "default for a new store"
         return config.Size(int(total * CAPACITY_SHARE)), "half of the filesystem, for a new store"
-    found = record.engine if name == "engine" else config.Size(record.capacity_bytes)
+    fixed = name in NEW_STORE
+    found = _of_store(record, name) if fixed else config.Size(record.capacity_bytes)
     return found, str(store / layout.STORE_FILE)
 
 
@@ -291,7 +297,8 @@ def _server_options(loaded: Loaded) -> ServerOptions:
         socket=settings.socket,
         store=settings.store,
         options=Options(
-            engine=_engine(loaded),
+            engine=_fixed(loaded, "engine"),
+            parity=_fixed(loaded, "parity"),
             capacity=settings.capacity,
             min_free=settings.min_free,
             create=settings.create,
@@ -318,22 +325,30 @@ def _server_options(loaded: Loaded) -> ServerOptions:
     )
 
 
-def _engine(loaded: Loaded) -> str | None:
-    """Return the engine asked for; one in the file or environment gives way to the store's own."""
+def _fixed(loaded: Loaded, name: str) -> str | None:
+    """Return what was asked for of what is chosen when a store is made; in the file or environment
+    it gives way to the store's own."""
     from kvstore import backends, layout
     from kvstore.errors import StoreNotFound
 
-    wanted, origin = loaded.settings.engine, loaded.origins["engine"]
+    wanted: str | None = getattr(loaded.settings, name)
+    origin = loaded.origins[name]
     if wanted is None or origin.source == "flag":
         return wanted
     try:
-        engine = layout.read(loaded.settings.store).engine
+        has = _of_store(layout.read(loaded.settings.store), name)
     except StoreNotFound:
         return wanted
-    if engine == backends.plain_name(wanted):
+    if has == backends.plain_name(wanted):
         return wanted
-    log.warning("engine = %s (%s) is ignored: the store uses %s", wanted, origin, engine)
+    log.warning("%s = %s (%s) is ignored: the store has %s", name, wanted, origin, has)
     return None
+
+
+def _of_store(record: StoreRecord, name: str) -> str:
+    from kvstore import parity
+
+    return record.engine if name == "engine" else parity.KINDS[record.parity]
 
 
 def shown(value: object) -> str:
@@ -363,6 +378,7 @@ def shown(value: object) -> str:
 )
 @store_option
 @_setting("engine", "NAME", "How blocks are kept on disk.")
+@_setting("parity", "off|xor", "A parity chunk for each block, to bring back a damaged one.")
 @_setting("capacity", "SIZE", "Bytes the store may take on disk.")
 @click.pass_obj
 def create(call: Call, /, argument: str | None, store: str | None, **flags: str | None) -> None:
@@ -373,7 +389,8 @@ def create(call: Call, /, argument: str | None, store: str | None, **flags: str 
     loaded = config.load(call.flags(store=chosen_store(argument, store), **flags))
     settings = loaded.settings
     _make_default_parent(loaded)
-    record = create_store(settings.store, Options(settings.engine, settings.capacity))
+    options = Options(settings.engine, settings.capacity, parity=settings.parity)
+    record = create_store(settings.store, options)
     warning = _too_much(loaded)
     if warning:
         call.output.note(f"warning: {warning}")
@@ -383,6 +400,7 @@ def create(call: Call, /, argument: str | None, store: str | None, **flags: str 
         "store": settings.store,
         "uuid": record.uuid,
         "engine": record.engine,
+        "parity": _of_store(record, "parity"),
         "capacity_bytes": capacity,
         "device": mount.device,
         "mount_point": mount.point,

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from kvstore.fsck import Report
 
 POLL_SECONDS = 0.5
-_IDS = {"damaged": "payload-damaged", "stale": "wrong-record"}
+_IDS = {"damaged": "payload-damaged", "stale": "wrong-record", "repaired": "payload-repairable"}
 """Ids of what a scrub finds, where they are not its own words."""
+_DETAILS = {"unreadable": "left as it is", "repaired": "the daemon writes it again"}
 
 
 # -- through the daemon ---------------------------------------------------------------------------
@@ -89,7 +90,7 @@ def _scrub(
 def _found(one: Mapping[str, Any]) -> Found:
     from kvstore.findings import Found
 
-    detail = "the daemon has dropped it" if one["kind"] != "unreadable" else "left as it is"
+    detail = _DETAILS.get(one["kind"], "the daemon has dropped it")
     where = (one["namespace"], one["shard"], one["key"])
     return Found(_IDS.get(one["kind"], one["kind"]), one["path"], detail, *where)
 

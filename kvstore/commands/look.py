@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 DIGITS = re.compile("[0-9a-fA-F]+", re.ASCII)
 TREE_LINES = 1000
 SHARED_FIELDS = (
-    *("store", "uuid", "format", "engine", "capacity_bytes", "created", "opens", "blocks"),
+    *("store", "uuid", "format", "engine", "parity", "disk_checksums", "capacity_bytes"),
+    *("created", "opens", "blocks"),
     *("ghosts", "live_bytes", "used_bytes", "journal_bytes", "quarantine_bytes", "kept_bytes"),
 )
 """Fields of a summary that the status has too."""
+_YES = {True: "yes, the filesystem has them", False: "no", None: "not known"}
 
 
 @click.command(
@@ -231,6 +233,8 @@ def _summary_lines(document: Mapping[str, Any]) -> Iterator[str]:
             ("store", document["store"]),
             ("uuid", uuid.hex() if isinstance(uuid, bytes) else uuid),
             ("engine", document["engine"]),
+            ("parity", document["parity"]),
+            ("disk checksums", _YES[document["disk_checksums"]]),
             ("created", document["created"]),
             ("opened", _openings(document)),
             ("blocks", document["blocks"]),

@@ -400,10 +400,12 @@ def slots(call: Call, slots: int, trials: int, seed: int) -> None:
     show_default=True,
     help="Threads that call an engine with O_DIRECT.",
 )
+@click.option("--parity", is_flag=True, help="Measure each with a parity chunk per block, too.")
 @directory_option
 @click.pass_obj
 def engines(
     call: Call,
+    parity: bool,
     engine: tuple[str, ...],
     block_size: tuple[str, ...],
     data: str,
@@ -422,7 +424,8 @@ def engines(
     from kvstore.bench import figures
 
     sizes = [_block_bytes(one) for one in block_size]
-    plan = measured.Plan(engine, sizes, _size("--data", data), rounds, threads, Path(directory))
+    held, where = _size("--data", data), Path(directory)
+    plan = measured.Plan(engine, sizes, held, rounds, threads, where, parity)
     result = measured.run(plan, call.output.note)
     call.output.result(result, figures.lines(result))
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from kvstore.client import Client
 
 POLL_SECONDS = 0.5
-HARMLESS = ("missing", "stale")
-"""Findings that are misses and no damage."""
+HARMLESS = ("missing", "stale", "repaired")
+"""Findings that are misses, or damage that is none any more."""
 
 
 @click.group(

@@ -108,7 +108,7 @@ SHAPES: dict[str, Fields] = {
         "fix": ("string", "what to do; empty if nothing"),
     },
     "finding": {
-        "kind": ("string", "damaged, missing, stale or unreadable"),
+        "kind": ("string", "damaged, missing, stale, unreadable or repaired"),
         **NAME,
         "path": ("string", "where its record lies, below STORE/blocks"),
     },
@@ -117,6 +117,7 @@ SHAPES: dict[str, Fields] = {
         "missing": ("integer", "blocks without a record: dropped"),
         "stale": ("integer", "records of another key or version in a block's place: dropped"),
         "unreadable": ("integer", "records that the device refused to read"),
+        "repaired": ("integer", "damaged ones written again: by their parity or from memory"),
     },
     "scrub": SCRUB,
     "incoming": {

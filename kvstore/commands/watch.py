@@ -115,8 +115,9 @@ def _rows(found: Mapping[str, Any]) -> list[tuple[str, object]]:
     reads = f"{count(number('hits'), 'hit')}, {count(number('misses'), 'miss', 'misses')}"
     dirty = f"{count(number('dirty_blocks'), 'block')}, {size(number('dirty_bytes'))}"
     floor = f"{size(number('free_bytes'))}, at least {size(number('min_free_bytes'))} stay free"
+    parity = ", parity xor" if found.get("parity") == "xor" else ""
     rows += [
-        ("engine", f"{found.get('engine')}, io {found.get('io')}"),
+        ("engine", f"{found.get('engine')}, io {found.get('io')}{parity}"),
         ("version", found.get("version")),
         ("blocks", number("blocks")),
         ("live", size(number("live_bytes"))),
@@ -136,6 +137,8 @@ def _rows(found: Mapping[str, Any]) -> list[tuple[str, object]]:
         ("evictions", number("evictions")),
         ("corrupt", number("corrupt_blocks")),
     ]
+    if number("repaired_blocks"):
+        rows.append(("repaired", number("repaired_blocks")))
     if number("blocks") >= TELLING_BLOCKS:
         rows.append(("index", f"{float(found['index_bytes_per_block']):.1f} B per block"))
     return rows

@@ -80,9 +80,14 @@ class Pin:
 
 @dataclass
 class Listing:
-    """What a source has, each block behind its parent and else by age, and what is wrong there."""
+    """What a source has, each block behind its parent and else by age, and what is wrong there.
+
+    ``ghosts`` have no block but a parent, so that a chain does not end with them; each is before
+    its parent.
+    """
 
     entries: list[Entry] = field(default_factory=list)
+    ghosts: list[Entry] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     pins: list[Pin] = field(default_factory=list)
 

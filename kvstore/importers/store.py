@@ -10,6 +10,7 @@ import numpy as np
 from kvstore import checkpoint, copying, layout, record, versions
 from kvstore.backends import engine_class, plain_name
 from kvstore.backends.base import EngineContext, Finding
+from kvstore.backends.judging import judge_all
 from kvstore.errors import ConfigError, CorruptStore
 from kvstore.events import Kind
 from kvstore.importers.base import Entry, Listing, Pin, Space, Taken
@@ -54,9 +55,11 @@ class StoreSource:
         settled = settle(loaded.events)
         self._rows = settled.rows
         listing = Listing(findings=self._spaces())
-        places = {entry.number: entry for entry in self._entries(listing)}
+        every = list(self._entries(listing))
+        places = {one.number: one for one in every if one.length}
         at = {int(row): number for number, row in enumerate(self._rows["row"])}
         listing.entries = list(places.values())
+        listing.ghosts = [one for one in reversed(every) if not one.length and one.parent]
         listing.pins = [
             Pin(places[at[row]], until / 1e6, row in settled.firm)
             for row, until in settled.pins.items()
@@ -76,21 +79,21 @@ class StoreSource:
         return [Finding("namespace", layout.NAMESPACES, text) for text in namespaces.problems]
 
     def _entries(self, listing: Listing) -> Iterator[Entry]:
+        """Yield all rows whose namespace is known; a ghost has no length."""
         rows, lost = self._rows, 0
         at = {int(row): number for number, row in enumerate(rows["row"])}
         for number in chain_order(rows).tolist():
             row = rows[number]
-            if row["kind"] != Kind.PUT:
-                continue
+            there = bool(row["kind"] == Kind.PUT)
             space = self._known.get(row["namespace"].tobytes())
             if space is None:
-                lost += 1
+                lost += there
                 continue
             above = at.get(int(row["parent"]))
             parent = b"" if above is None else _key(rows[above])
             used = int(row["last_use"]) / 1e6
             yield Entry(
-                *(space, int(row["shard"]), _key(row), int(row["length"]), used, self.root),
+                *(space, int(row["shard"]), _key(row), int(row["length"]) * there, used, self.root),
                 parent=parent,
                 number=number,
             )
@@ -103,9 +106,8 @@ class StoreSource:
         (blocks,) = versions.blocks_of(rows)
         size = int(record.image_bytes_of(blocks.lengths).sum())
         images = copying.cut(memoryview(mmap.mmap(-1, size)), blocks)
-        read = self._open().get_many_into(blocks, images)
         taken = []
-        reasons = copying.faults(self._record.uuid, blocks, images, read)
+        reasons = copying.faults(judge_all(self._open(), blocks, images))
         for image, target, reason in zip(images, targets, reasons, strict=True):
             if reason:
                 taken.append(Taken(reason=reason))
@@ -119,7 +121,11 @@ class StoreSource:
         if self._engine is None:
             found = self._record
             context = EngineContext(
-                self.root / found.blocks, found.uuid, found.engine_options, read_only=True
+                self.root / found.blocks,
+                found.uuid,
+                found.engine_options,
+                read_only=True,
+                parity=found.parity,
             )
             self._engine = engine_class(found.engine)(context)
             self._engine.open()

@@ -98,6 +98,10 @@ class FaultyEngine(Engine):
         _after(fault)
         return Read(_statuses(fault, spared, inner.statuses), filled)
 
+    def reread(self, one: Blocks, record: memoryview) -> bool:
+        self._before("reread")
+        return self.inner.reread(one, record)
+
     def contains_many(self, blocks: Blocks) -> Mask:
         self._before("contains_many")
         return self.inner.contains_many(blocks)

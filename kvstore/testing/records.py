@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.backends.base import SCAN_BATCH, Blocks, Engine, Status
+from kvstore.backends.judging import judge
 from kvstore.keys import key_array
 from kvstore.record import (
     HEADER_PAGE,
@@ -22,7 +23,6 @@ from kvstore.record import (
     Verdict,
     encode_into,
     image_bytes,
-    judge,
     payload_checksum,
 )
 
@@ -126,16 +126,13 @@ def verdicts(engine: Engine, blocks: Blocks) -> list[Verdict | None]:
     images = blank_images(blocks)
     read = engine.get_many_into(blocks, images)
     found: list[Verdict | None] = []
-    for i, key in enumerate(blocks.key_list()):
+    for i in range(len(blocks)):
         if read.statuses[i] == Status.MISSING:
             found.append(None)
             continue
-        verdict, _, _ = judge(
-            images[i], int(read.filled[i]), store=STORE, namespace=blocks.namespace,
-            shard=blocks.shard, key=key, generation=int(blocks.generations[i]),
-            length=int(blocks.lengths[i]),
-        )  # fmt: skip
-        found.append(verdict if read.statuses[i] == Status.OK else Verdict.DAMAGED)
+        status, filled = int(read.statuses[i]), int(read.filled[i])
+        judged = judge(engine, blocks, i, images[i], status, filled)
+        found.append(judged.verdict if judged.status == Status.OK else Verdict.DAMAGED)
     return found
 
 
