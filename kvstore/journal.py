@@ -214,11 +214,15 @@ class Journal:
 
     @property
     def physical_bytes(self) -> int:
-        """What the file takes on the device, as ``du`` counts it."""
+        """What the file takes on the device, as ``du`` counts it. Raises EngineError."""
         with self._append_lock:
             if self._descriptor < 0:
                 return 0
-            return os.fstat(self._descriptor).st_blocks * 512
+            try:
+                return os.fstat(self._descriptor).st_blocks * 512
+            except OSError as error:
+                path = FileKind.JOURNAL.path(self.directory, self.sequence)
+                raise files.translate(error, f"look at {path}") from error
 
     # -- writing ----------------------------------------------------------------------------------
 
