@@ -241,7 +241,7 @@ class Core:
         process that was killed before it wrote that down.
         """
         index = self.index
-        told = (index.flags[rows] & DURABLE) != 0
+        told: npt.NDArray[np.bool_] = (index.flags[rows] & DURABLE) != 0
         told |= generations <= max(self.synced_generation, self.record.opens << 32)
         told &= index.holds(rows, generations)
         return told
