@@ -2,6 +2,7 @@
 # make test   every check and every test            make clean   remove what was built
 # make docs   docs/cli.md and docs/json.md, from the commands
 # make fuzz   clients that misbehave (FRAMES=1000000 SEED=)
+# make faults power losses, kills and failing calls (FAULT_POINTS=1000 SEED=)
 # make soak   mixed load with faults (SECONDS=3600 SEED=)
 # make matrix     what fsck makes of every kind of damage, for each engine
 # make promises   of data plane and engines, at their full size (1 h)
@@ -14,7 +15,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := venv
-.PHONY: venv lint test docs fuzz soak promises matrix boot run install uninstall clean
+.PHONY: venv lint test docs fuzz faults soak promises matrix boot run install uninstall clean
 
 # Settings of the caller's Python must not leak into .venv, nor our own settings into the tests.
 unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
@@ -67,11 +68,15 @@ test: lint
 docs: venv
 	$(RUN) kvstore.commands.reference
 
-# Both print the seed that they choose; SEED=... repeats one.
+# They print the seed that they choose; SEED=... repeats one.
 FRAMES ?= 1000000
+FAULT_POINTS ?= 1000
 SECONDS ?= 3600
 fuzz: venv
 	$(RUN) tests.fuzz_socket --frames $(FRAMES) $(if $(SEED),--seed $(SEED))
+
+faults: venv
+	$(RUN) tests.faults --points $(FAULT_POINTS) $(if $(SEED),--seed $(SEED))
 
 soak: venv
 	$(RUN) tests.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))

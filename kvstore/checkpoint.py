@@ -75,9 +75,15 @@ class CheckpointWriter:
         self._close()
 
     def abandon(self) -> None:
-        """Remove what was written. May be called twice; does nothing after :meth:`finish`."""
+        """Remove what was written. May be called twice; does nothing after :meth:`finish`.
+
+        Never raises: a disk that took no checkpoint may not give up a file either.
+        """
         if self._descriptor >= 0:
-            files.discard_temporary(self._path)
+            try:
+                files.discard_temporary(self._path)
+            except OSError as error:
+                log.warning("cannot remove what was written of %s: %s", self._path, error)
             self._close()
 
     def _close(self) -> None:
@@ -100,13 +106,36 @@ def remove_before(directory: Path, sequence: int) -> None:
 
     Call it when ``checkpoint.<sequence>`` is durable. What stays is logged and does no harm.
     """
-    for path in list(directory.iterdir()):
+    for path in _before(directory, sequence):
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("cannot remove %s: %s", path, error)
+
+
+def remove_leftovers(directory: Path, loaded: Loaded) -> None:
+    """Remove what an end in the middle of a checkpoint left beside the files that count.
+
+    Does nothing where those are torn or missing: then the others may still be of use. The names of
+    those that count become durable first, for the end may have come before that.
+    """
+    if loaded.torn or loaded.missing or loaded.newer or not _before(directory, loaded.first):
+        return
+    try:
+        files.sync_directory(directory)
+    except OSError as error:
+        log.warning("what was left in %s stays: %s", directory, error)
+        return
+    remove_before(directory, loaded.first)
+
+
+def _before(directory: Path, sequence: int) -> list[Path]:
+    found = []
+    for path in directory.iterdir():
         known = parse_name(path.name.removesuffix(files.TEMPORARY))
         if known and (path.suffix == files.TEMPORARY or known[1] < sequence):
-            try:
-                path.unlink(missing_ok=True)
-            except OSError as error:
-                log.warning("cannot remove %s: %s", path, error)
+            found.append(path)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +152,7 @@ class Loaded:
     torn or missing, ``sequence`` is the highest number in use (0 = none) and ``end`` is 0.
     ``clean``: the last record is the mark of a finished drain. ``boot_id`` is that of the last
     opening, None if unknown. ``earlier_journal_bytes`` counts the journals before the last one.
+    ``first``: the number of the oldest file that counts, unless torn or missing.
     """
 
     events: Records
@@ -136,6 +166,7 @@ class Loaded:
     boot_id: bytes | None = None
     checkpoint_bytes: int = 0
     earlier_journal_bytes: int = 0
+    first: int = 0
 
 
 def load(directory: Path, uuid: bytes, epoch: int) -> Loaded:
@@ -324,7 +355,11 @@ def _loaded(chain: list[_File], ours: list[_File], reader: _Reader, highest: int
         clean=not torn and _ends_clean(events, last.end),
         boot_id=_boot_id(events),
         checkpoint_bytes=sum(file.end for file in chain if file.kind is FileKind.CHECKPOINT),
-        earlier_journal_bytes=sum(file.end for file in chain[:-1] if file.kind is FileKind.JOURNAL),
+        # With the room that they kept ahead, for they take it on the disk.
+        earlier_journal_bytes=sum(
+            file.size for file in chain[:-1] if file.kind is FileKind.JOURNAL
+        ),
+        first=chain[0].sequence,
     )
 
 

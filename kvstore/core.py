@@ -234,6 +234,18 @@ class Core:
         """Remember that these rows have been synced one by one."""
         self.index.set_flags(rows, DURABLE)
 
+    def perhaps_durable(self, rows: U32, generations: U64) -> npt.NDArray[np.bool_]:
+        """Tell which versions of rows somebody may have been told are durable.
+
+        All of an earlier opening are among them: whoever was told so may have been told by a
+        process that was killed before it wrote that down.
+        """
+        index = self.index
+        told: npt.NDArray[np.bool_] = (index.flags[rows] & DURABLE) != 0
+        told |= generations <= max(self.synced_generation, self.record.opens << 32)
+        told &= index.holds(rows, generations)
+        return told
+
     def sync_everything(self) -> None:
         """Make all that was written survive power loss: data first, then the journal (*worker*).
 

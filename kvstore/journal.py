@@ -218,7 +218,11 @@ class Journal:
         return self._physical if self._descriptor >= 0 else 0
 
     def _note_size(self) -> None:
-        found = os.fstat(self._descriptor)
+        try:
+            found = os.fstat(self._descriptor)
+        except OSError as error:
+            path = FileKind.JOURNAL.path(self.directory, self.sequence)
+            raise files.translate(error, f"look at {path}") from error
         self._size, self._physical = found.st_size, found.st_blocks * 512
 
     # -- writing ----------------------------------------------------------------------------------
@@ -282,7 +286,7 @@ class Journal:
             os.close(self._descriptor)
             self._header, self._descriptor = fresh._header, fresh._descriptor
             self._end, self._synced = fresh._end, 0
-            self._note_size()
+            self._size, self._physical = fresh._size, fresh._physical
 
     def close(self) -> None:
         """Let go of the file without syncing. May be called twice."""
@@ -339,9 +343,10 @@ class Journal:
             return
         try:
             _extend(self._descriptor, self._size, wanted)
-            self._note_size()
         except OSError as error:
             self._use_reserve(records, end, error)
+        else:
+            self._note_size()
 
     def _use_reserve(self, records: Records, end: int, error: OSError) -> None:
         """Decide whether these records may use room that could not be replaced.

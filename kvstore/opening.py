@@ -251,6 +251,7 @@ class Opening:
         loaded = checkpoint.load(
             self.path / self._record.blocks, self._record.uuid, self._record.epoch
         )
+        checkpoint.remove_leftovers(self.path / self._record.blocks, loaded)
         self.phase = "opening the engine"
         engine = _engine(self.path, self._record, self.options)
         if not (loaded.clean or engine.capabilities.contained):

@@ -9,6 +9,7 @@ miss. The scan goes in steps, so it can run while the store serves.
 from __future__ import annotations
 
 import logging
+from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,7 +25,7 @@ from kvstore.removal import discard, retire
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvstore.backends.base import U32, U64
+    from kvstore.backends.base import U32, U64, Finding
     from kvstore.core import Core
     from kvstore.errors import KVStoreError
 
@@ -50,6 +51,8 @@ class Reconcile:
         self._adopted: list[U32] = []
         self._written: list[np.ndarray] = []
         self._strange = 0
+        self._synced = core.synced_generation
+        self._unfinished: list[Blocks] = []
         self._seen = np.zeros(core.index.row_limit, np.bool_)
         core.scan = self
         self._queue(self._read, self._compare)
@@ -64,14 +67,23 @@ class Reconcile:
 
     def _queue(self, act: Callable[[], None], after: Callable[[], None]) -> None:
         def finished(step: Step) -> None:
+            if step.failure is None and not self._cancelled:
+                after()
+                return
+            # Left to the collector of garbage, a scan may be ended in any thread at any moment,
+            # also in one that holds a lock which the end of the scan waits for.
+            self._core.queue(Step(self._close, lambda _step: None))
             if self._cancelled:
                 self._core.scan = None
-            elif step.failure is None:
-                after()
             else:
+                assert step.failure is not None
                 self._fail(step.failure)
 
         self._core.queue(Step(act, finished))
+
+    def _close(self) -> None:
+        if isinstance(self._scan, Generator):
+            self._scan.close()
 
     def _fail(self, failure: KVStoreError) -> None:
         """Take no writes over records that nobody knows of, and try again later."""
@@ -103,9 +115,29 @@ class Reconcile:
         self._strange += len(batch.strange)
         for finding in batch.strange:
             log.warning("%s: %s: %s", finding.kind, finding.path, finding.detail)
+            self._note_unfinished(finding)
         records = [self._compare_group(batch, chosen) for chosen in _groups(batch)]
         new = np.concatenate([events.blank(0, events.Kind.PUT), *records])
         self._queue(lambda: self._save(new), lambda: self._queue(self._read, self._compare))
+
+    def _note_unfinished(self, finding: Finding) -> None:
+        """Note a record without a header that no row holds and no sync has covered.
+
+        After a power loss such files are what is left of writes that nobody was promised: the name
+        has reached the disk, the content has not. A row that holds one is judged with the others.
+        """
+        core, identity = self._core, finding.identity
+        if identity is None or not core.doubt:
+            return
+        namespace, shard, key, generation = identity
+        if not self._synced < generation <= self._base:
+            return
+        keys = np.frombuffer(key, np.uint8).reshape(1, -1)
+        rows = core.index.find(space_number(core.namespaces.known(namespace).number, shard), keys)
+        generations = np.array([generation], np.uint64)
+        if rows[0] == NONE or not core.index.holds(rows, generations)[0]:
+            nothing = np.zeros(1, np.uint32), generations, np.zeros(1, np.uint64)
+            self._unfinished.append(Blocks(namespace, shard, keys, *nothing))
 
     def _save(self, records: events.Records) -> None:
         self._core.journal.append(records)
@@ -200,10 +232,13 @@ class Reconcile:
         there = (index.flags[rows] & DISK) != 0
         rows = rows[there & (index.generations[rows] <= self._base)]
         groups = versions.groups(index, self._core.namespaces, rows)
+        unfinished = self._unfinished
         found: list[tuple[U32, U64, str]] = []
 
         def look() -> None:
             engine = self._core.engine
+            for one in unfinished:
+                engine.delete_many(one)
             for part, blocks in groups:
                 seen = np.array(
                     [
@@ -217,6 +252,7 @@ class Reconcile:
                 )
 
         def drop() -> None:
+            self._strange -= len(unfinished)
             for part, generations, kind in found:
                 discard(self._core, part, generations, kind)
                 self._strange -= len(part) if kind == "damaged" else 0

@@ -213,7 +213,13 @@ class Writer:
     # -- called by Write --------------------------------------------------------------------------
 
     def wants_sync(self, entry: Entry) -> bool:
-        """Tell whether the entry, or somebody who watches one of its rows, asks for durability."""
+        """Tell whether the entry, or somebody who watches one of its rows, asks for durability.
+
+        A new version of what is durable must be so too before the old one goes, or a power loss
+        would take both. So it is when blocks are moved.
+        """
+        if entry.renews and self._core.perhaps_durable(entry.rows, entry.old).any():
+            return True
         return entry.durable or any(
             watch.durable for one in entry.watched for watch in self._watches.get(one, ())
         )

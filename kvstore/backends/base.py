@@ -171,11 +171,16 @@ class Scanned:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something in the engine's files that is not as it should be. ``kind`` is a stable id."""
+    """Something in the engine's files that is not as it should be. ``kind`` is a stable id.
+
+    ``identity`` is (namespace, shard, key, generation) where the name of a file tells it, although
+    its content does not.
+    """
 
     kind: str
     path: str
     detail: str
+    identity: tuple[bytes, int, bytes, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

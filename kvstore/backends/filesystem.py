@@ -312,7 +312,7 @@ class FilesystemEngine(base.Engine):
                 try:
                     found.append(self._read_header(folders, item, page))
                 except CorruptBlock as error:
-                    found.append(Finding("bad-header", item.path, error.message))
+                    found.append(Finding("bad-header", item.path, error.message, item.identity))
                 except FileNotFoundError:
                     continue
                 except OSError as error:

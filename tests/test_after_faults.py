@@ -1,0 +1,229 @@
+"""What the fault laboratory has found, one test for each mechanism; none needs root."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore import files, layout
+from kvstore.backends.base import Engine, Scanned
+from kvstore.backends.filesystem import FilesystemEngine
+from kvstore.checkpoint import CheckpointWriter
+from kvstore.errors import EngineError
+from kvstore.events import Kind, blank
+from kvstore.reconcile import Reconcile
+from kvstore.room import Emptying
+from tests.soak import disk_bytes
+from tests.stores import MIB, Local, block, key
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Iterator[Local]:
+    local = Local(tmp_path / "store")
+    yield local
+    local.kill()
+
+
+def overwrite(local: Local, number: int) -> None:
+    job = local.begin_put([key(number)], [block(number + 500)], overwrite=True)
+    local.store.run(job)
+    assert list(job.statuses) == [0]
+
+
+class Syncs:
+    """Notes for each batch that an engine gets whether it is to be synced."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[bool] = []
+        put_many = engine.put_many
+
+        def noted(*arguments: object, sync: bool) -> object:
+            self.seen.append(sync)
+            return put_many(*arguments, sync=sync)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(engine, "put_many", noted)
+
+
+# -- a new version of a durable block -------------------------------------------------------------
+
+
+def test_a_new_version_of_a_durable_block_is_synced_before_the_old_one_goes(
+    local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local.put([key(1)], [block(1)], durable=True)
+    local.put([key(2)], [block(2)])
+    syncs = Syncs(local.core.engine, monkeypatch)
+    overwrite(local, 1)
+    overwrite(local, 2)
+    assert syncs.seen == [True, False]
+    local.flush()
+    overwrite(local, 2)
+    assert syncs.seen == [True, False, True]
+
+
+def test_what_an_earlier_opening_wrote_may_be_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = Local(tmp_path / "store")
+    local.put([key(1)], [block(1)], durable=True)
+    local.kill()
+    local = Local(tmp_path / "store")
+    syncs = Syncs(local.core.engine, monkeypatch)
+    overwrite(local, 1)
+    assert syncs.seen == [True]
+    local.kill()
+
+
+def test_durable_blocks_that_are_moved_stay_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"engine": "superblock", "capacity": 128 * MIB, "bounce_bytes": 64 * MIB}
+    local = Local(tmp_path / "store", **options)
+    names = [key(n) for n in range(20)]
+    local.put(names, [block(n, 400_000) for n in range(20)], durable=True)
+    local.delete(names[10:])
+    (first,) = set((local.core.index.places[local.rows()] >> np.uint64(32)).tolist())
+    syncs = Syncs(local.core.engine, monkeypatch)
+    Emptying(local.core, first, lambda: None, lambda: None)
+    local.store.run_chores()
+    assert set((local.core.index.places[local.rows()] >> np.uint64(32)).tolist()) != {first}
+    assert syncs.seen
+    assert all(syncs.seen)
+    local.kill()
+
+
+# -- what an end in the middle of a checkpoint leaves ---------------------------------------------
+
+
+def test_journals_that_no_longer_count_go_at_the_next_opening(tmp_path: Path) -> None:
+    local = Local(tmp_path / "store")
+    local.put([key(1)], [block(1)])
+    blocks = tmp_path / "store" / "blocks"
+    (before,) = blocks.glob("journal.*")
+    data = before.read_bytes()
+    local.store.checkpoint()
+    local.store.run_chores()
+    local.kill()
+    # As if killed between the new checkpoint and the end of what was before it.
+    before.write_bytes(data)
+    (blocks / "checkpoint.0000000000000007.new").write_bytes(bytes(1 << 20))
+    local = Local(tmp_path / "store")
+    assert not before.exists()
+    assert not list(blocks.glob("*.new"))
+    used = local.store.status()["used_bytes"]
+    assert used == pytest.approx(disk_bytes(tmp_path / "store"), abs=64 << 10)
+    assert local.get([key(1)]) == [block(1)]
+    local.kill()
+
+
+def test_the_room_that_an_earlier_journal_keeps_is_counted(tmp_path: Path) -> None:
+    local = Local(tmp_path / "store")
+    local.put([key(1)], [block(1)])
+    local.core.journal.rotate()
+    local.kill()
+    local = Local(tmp_path / "store")
+    used = local.store.status()["used_bytes"]
+    assert used == pytest.approx(disk_bytes(tmp_path / "store"), abs=64 << 10)
+    local.kill()
+
+
+# -- a disk that fails ----------------------------------------------------------------------------
+
+
+def test_a_checkpoint_that_cannot_even_be_removed_is_an_error_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    writer = CheckpointWriter(tmp_path, 2, bytes(16), 0)
+    monkeypatch.setattr(files, "discard_temporary", refuse)
+    monkeypatch.setattr(files, "write_all", refuse)
+    with pytest.raises(EngineError, match="Input/output error"):
+        writer.append(blank(1, Kind.SYNC))
+    writer.abandon()
+
+
+def test_a_journal_that_cannot_be_looked_at_is_an_error_of_ours(local: Local) -> None:
+    kept = local.core.journal._descriptor
+    local.core.journal._descriptor = 1 << 20
+    with pytest.raises(EngineError, match="Bad file descriptor"):
+        _ = local.core.journal.physical_bytes
+    local.core.journal._descriptor = kept
+
+
+# -- scans ----------------------------------------------------------------------------------------
+
+
+def lose_power(path: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a block whose name alone reaches the disk before the power goes; return its file."""
+    (journal,) = (path / "blocks").glob("journal.*")
+    before = journal.read_bytes()
+    local = Local(path)
+    local.put([key(number)], [block(number)])
+    (file,) = [one for one in local.files() if key(number).hex() in one.name]
+    local.kill()
+    journal.write_bytes(before)
+    os.truncate(file, 0)
+    monkeypatch.setattr(layout, "boot_id", lambda: b"another boot....")
+    return file
+
+
+def test_a_file_whose_content_was_lost_with_the_power_is_no_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "store"
+    local = Local(path)
+    local.put([key(1)], [block(1)], durable=True)
+    local.kill()
+    file = lose_power(path, 2, monkeypatch)
+    local = Local(path)
+    assert not file.exists()
+    assert local.store.status()["problems"] == []
+    assert local.get([key(1), key(2)]) == [block(1), None]
+    local.kill()
+
+
+def test_an_empty_file_that_no_power_loss_explains_stays_and_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "store"
+    Local(path).kill()
+    file = lose_power(path, 2, monkeypatch)
+    monkeypatch.undo()
+    local = Local(path, scan=True)
+    assert file.exists()
+    assert "no valid records: 1" in str(local.store.status()["problems"])
+    local.kill()
+
+
+def test_a_scan_that_is_given_up_is_ended_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ended by the collector of garbage, it may wait for a lock that its own thread holds."""
+    local = Local(tmp_path / "store")
+    local.put([key(1)], [block(1)])
+    local.kill()
+    for path in (tmp_path / "store" / "blocks").glob("journal.*"):
+        path.unlink()
+    scans: list[Generator[Scanned, None, None]] = []
+    real = FilesystemEngine.scan
+
+    def scan(engine: FilesystemEngine) -> Iterator[Scanned]:
+        scans.append(real(engine))  # type: ignore[arg-type]
+        return scans[-1]
+
+    def refuse(*_: object) -> None:
+        raise EngineError("the disk fails", "see to it")
+
+    monkeypatch.setattr(FilesystemEngine, "scan", scan)
+    monkeypatch.setattr(Reconcile, "_save", refuse)
+    local = Local(tmp_path / "store")
+    assert "the scan of the store failed" in local.core.read_only
+    assert [inspect.getgeneratorstate(one) for one in scans] == [inspect.GEN_CLOSED]
+    local.kill()
