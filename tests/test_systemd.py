@@ -194,6 +194,22 @@ def test_a_kill_is_followed_by_a_warm_restart_without_a_scan(machine: Machine) -
     assert "scanning the store" not in machine.run("journalctl -u kvstore -o cat").stdout
 
 
+def test_a_reload_is_taken_over_by_the_same_process(machine: Machine) -> None:
+    """Asked for or not; and files dropped by root are taken in by the daemon's user."""
+    journal = "journalctl -u kvstore -o cat"
+    pid = machine.show("MainPID")
+    write = "echo '{} = 77' >>/etc/kvstore/kvstore.toml"
+    machine.run(f"{write.format('max_clients')}; systemctl reload kvstore", check=True)
+    assert eventually(lambda: "max_clients = 77 (/etc" in machine.run(journal).stdout, 20)
+    machine.run(write.format("max_requests"), check=True)
+    assert eventually(lambda: "max_requests = 77 (/etc" in machine.run(journal).stdout, 20)
+    dropped = "/var/lib/kvstore/incoming/a.kvb"
+    machine.run(f"kvstore get 00ff --record -o {dropped}", check=True)
+    assert eventually(lambda: machine.run(f"test -e {dropped}").returncode == 1, 20)
+    assert '"present": 1' in machine.run("kvstore status --json").stdout
+    assert (machine.show("MainPID"), machine.show("ActiveState")) == (pid, "active")
+
+
 def test_a_daemon_that_hangs_is_started_again(machine: Machine) -> None:
     machine.run(
         "mkdir -p /run/systemd/system/kvstore.service.d\n"
