@@ -64,5 +64,5 @@ class Watching:
         """Watch nothing any more. May be called twice."""
         if self._observer is not None:
             self._observer.stop()
-            self._observer.join()
+            self._observer.join(1.0)
             self._observer = None

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore import config
 from tests.machine import Machine
 from tests.talk import eventually
 
@@ -226,7 +225,6 @@ def test_clients_who_knock_do_not_make_it_loop(spoiled: Machine) -> None:
     assert spoiled.run("kvstore get 00ff").stdout == "x"
 
 
-@pytest.mark.skipif(not hasattr(config, "LIVE"), reason="SIGHUP does not reload yet")
 def test_a_reload_changes_settings_and_drops_no_client(service: Machine) -> None:
     file, pid = "/etc/kvstore/kvstore.toml", service.show("MainPID")
     knocking = knock(service, 5)
@@ -240,6 +238,13 @@ def test_a_reload_changes_settings_and_drops_no_client(service: Machine) -> None
     assert service.shows("StatusText", "ready: ")
     assert answers(knocking).keys() == {"hit"}
     assert service.show("MainPID") == pid
+
+
+def test_a_file_that_root_drops_is_taken_in(service: Machine) -> None:
+    dropped = "/var/lib/kvstore/incoming/a.kvb"
+    service.run(f"kvstore get 00ff --record -o {dropped}")
+    assert eventually(lambda: service.run(f"test -e {dropped}", check=False).returncode == 1, 20)
+    assert '"present": 1' in service.run("kvstore status --json").stdout
 
 
 # -- monitoring -----------------------------------------------------------------------------------
