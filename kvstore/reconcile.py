@@ -111,6 +111,47 @@ class Reconcile:
             self._order_by_age()
             self._check_unseen()
             return
+        core = self._core
+        if core.generation == self._base:
+            # Nothing was written yet, so this is the place to learn of numbers that a lost journal
+            # gave: they must not be given again.
+            highest = int(batch.generations.max(initial=0))
+            core.generation = self._base = max(self._base, highest)
+        rivals = [at for chosen in _groups(batch) for at in self._rivals(batch, chosen)]
+        if rivals:
+            self._queue(lambda: self._examine(batch, rivals), lambda: self._take(batch))
+        else:
+            self._take(batch)
+
+    def _rivals(self, batch: Scanned, chosen: np.ndarray) -> list[int]:
+        """Return the positions of records that are newer than another version of their block."""
+        core, index, first = self._core, self._core.index, chosen[0]
+        namespace = core.namespaces.known(batch.namespaces[first].tobytes())
+        keys = batch.keys[chosen][:, : batch.key_lengths[first]]
+        rows = index.find(space_number(namespace.number, int(batch.shards[first])), keys)
+        safe = np.where(rows == NONE, 0, rows)
+        known = (rows != NONE) & ((index.flags[safe] & DISK) != 0)
+        generations = batch.generations[chosen]
+        newer = known & (generations > index.generations[safe]) & (generations <= self._base)
+        newer |= ~_oldest_of_each(keys, generations)
+        found: list[int] = chosen[newer].tolist()
+        return found
+
+    def _examine(self, batch: Scanned, rivals: list[int]) -> None:
+        """Give up and delete those that are not whole.
+
+        A header alone proves nothing: the power may have gone when the rest had not reached the
+        disk, and what such a record would replace may be durable.
+        """
+        engine, uuid = self._core.engine, self._core.uuid
+        for at in rivals:
+            one = _blocks(batch, np.array([at]))
+            if examine(engine, uuid, one) == "damaged":
+                self._given_up.append(one.generations)
+                engine.delete_many(one)
+
+    def _take(self, batch: Scanned) -> None:
+        """Bring the index into line with a batch of records."""
         self.scanned += len(batch)
         self._strange += len(batch.strange)
         for finding in batch.strange:
@@ -149,10 +190,6 @@ class Reconcile:
         space = space_number(namespace.number, int(batch.shards[first]))
         keys = batch.keys[chosen][:, : batch.key_lengths[first]]
         generations = batch.generations[chosen]
-        if core.generation == self._base:
-            # Nothing was written yet, so this is the place to learn of numbers that a lost journal
-            # gave: they must not be given again.
-            core.generation = self._base = max(self._base, int(generations.max()))
         given_up = np.concatenate(self._given_up)
         ignored = (generations > self._base) | np.isin(generations, given_up)
         rows = index.find(space, keys)
@@ -289,10 +326,17 @@ def _groups(batch: Scanned) -> list[np.ndarray]:
 
 def _newest_of_each(keys: np.ndarray, generations: np.ndarray) -> np.ndarray:
     """Return a mask that keeps, of several versions of a key, the highest generation."""
+    return _first_of_each(keys, np.argsort(generations, kind="stable")[::-1])
+
+
+def _oldest_of_each(keys: np.ndarray, generations: np.ndarray) -> np.ndarray:
+    return _first_of_each(keys, np.argsort(generations, kind="stable"))
+
+
+def _first_of_each(keys: np.ndarray, order: np.ndarray) -> np.ndarray:
     view = np.ascontiguousarray(keys).view(np.dtype((np.void, keys.shape[1]))).ravel()
-    order = np.argsort(generations, kind="stable")[::-1]
     _, first = np.unique(view[order], return_index=True)
-    keep = np.zeros(len(keys), np.bool_)
+    keep: np.ndarray = np.zeros(len(keys), np.bool_)
     keep[order[first]] = True
     return keep
 

@@ -193,6 +193,7 @@ def main() -> int:
         print(f"no laboratory here: {lacking}")
         return SKIPPED
     logging.disable(logging.CRITICAL)
+    disks.alone()
     print(f"seed {asked.seed}", flush=True)
     begun = time.monotonic()
     if asked.point:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import shutil
@@ -20,6 +21,10 @@ MKFS = {
     "xfs": ("mkfs.xfs", "-q", "-f"),
     "btrfs": ("mkfs.btrfs", "-q", "-f"),
 }
+
+
+CLONE_NEWNS = 0x20000
+MS_REC, MS_PRIVATE = 0x4000, 0x40000
 
 
 class Unmountable(Exception):
@@ -43,6 +48,17 @@ def missing() -> str:
         return f"{', '.join(lacking)} not installed"
     lacking = [path for path in ("/dev/fuse", "/dev/loop-control") if not os.path.exists(path)]
     return f"{', '.join(lacking)} not there" if lacking else ""
+
+
+def alone() -> None:
+    """Give this process a table of mounts of its own.
+
+    Whoever else makes one for himself would take copies of our mounts along, and a filesystem is
+    unmounted only when its last mount goes. Nothing is left behind at the end either.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWNS) or libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None):
+        raise OSError(ctypes.get_errno(), "no mount namespace of our own")
 
 
 def make_image(kind: str, path: Path) -> None:
