@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore import checkpoint, layout, parity, plan, record
+from kvstore import checkpoint, layout, plan, record
 from kvstore.backends import engine_class
 from kvstore.backends.base import Blocks, EngineContext, Status
 from kvstore.backends.judging import judge_all
@@ -212,7 +212,7 @@ class AtRest:
             engine.close()
 
     def _record_bytes(self, lengths: U32) -> np.ndarray:
-        return parity.record_bytes_of(lengths, parity=self.record.parity)
+        return engine_class(self.record.engine).record_sizes(lengths, parity=self.record.parity)
 
     def _context(self) -> EngineContext:
         found, folder = self.record, self.path / self.record.blocks

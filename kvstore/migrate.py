@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore import checkpoint, events, files, former, layout, parity, record
+from kvstore import checkpoint, events, files, former, layout, record
 from kvstore.backends import engine_class, plain_name
 from kvstore.backends.base import EngineContext
 from kvstore.copying import Left, Workers
@@ -177,7 +177,7 @@ class Migration:
     def plan(self) -> Plan:
         """Return what :meth:`run` will do. Raises StoreFull if there is no room for it."""
         done = self._done()
-        sizes = parity.record_bytes_of(self._rows["length"], parity=self._record.parity)
+        sizes = self._class.record_sizes(self._rows["length"], parity=self._record.parity)
         coming = int(sizes[self._live & ~done].sum())
         factor = self._class.capabilities.space_factor
         plan = Plan(

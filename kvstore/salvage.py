@@ -25,6 +25,7 @@ from kvstore.backends.base import EngineContext
 from kvstore.backends.raw import Raw, Remains, new_image
 from kvstore.errors import ConfigError, CorruptStore, StoreNotFound
 from kvstore.journal import HEADER_BYTES, FileHeader, parse_name
+from kvstore.parity import kept_bytes
 from kvstore.space import MIN_CAPACITY
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Kept:
 
     @property
     def bytes(self) -> int:
-        return record.image_bytes(self.raw.header.stored_length)
+        return kept_bytes(self.raw.header)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class Damaged:
     def bytes(self) -> int:
         if isinstance(self.found, Remains):
             return self.found.extent.length
-        return record.image_bytes(self.found.header.stored_length)
+        return kept_bytes(self.found.header)
 
 
 @dataclass

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore import checkpoint, layout, node, parity
+from kvstore.backends import engine_class
 from kvstore.events import Kind
 from kvstore.namespaces import Namespaces
 from kvstore.settle import settle
@@ -157,7 +158,7 @@ def _shares(
 
 def _live_bytes(live: Records, found: StoreRecord) -> int:
     lengths = live["length"].astype(np.uint32)
-    return int(parity.record_bytes_of(lengths, parity=found.parity).sum())
+    return int(engine_class(found.engine).record_sizes(lengths, parity=found.parity).sum())
 
 
 def _journal_bytes(blocks: Path) -> int:

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from kvstore import parity
 from kvstore.errors import (
     CorruptStore,
     EngineError,
@@ -38,6 +37,7 @@ from kvstore.errors import (
     StoreNotFound,
 )
 from kvstore.files import sync_directory
+from kvstore.parity import protect, record_bytes_of, spare_bytes
 from kvstore.record import HEADER_PAGE
 
 if TYPE_CHECKING:
@@ -335,9 +335,15 @@ class Engine(ABC):
         """The largest record (bytes, with its parity chunk if it has one) that can be put."""
         return 1 << 62
 
+    @classmethod
+    def record_sizes(cls, lengths: U32, *, parity: bool) -> npt.NDArray[np.int64]:
+        """Return the bytes that records of payloads of these lengths count as in a store, with or
+        without a parity chunk."""
+        return record_bytes_of(lengths, parity=parity)
+
     def record_bytes_of(self, lengths: U32) -> npt.NDArray[np.int64]:
-        """Return the bytes that records of payloads of these lengths take in this engine."""
-        return parity.record_bytes_of(lengths, parity=self.context.parity)
+        """Return the :meth:`record_sizes` of records in this engine."""
+        return self.record_sizes(lengths, parity=self.context.parity)
 
     def kept(self, images: Iterable[memoryview]) -> Iterator[memoryview]:
         """Yield images as ``put_many`` is to keep them: with a parity chunk behind where records
@@ -347,10 +353,10 @@ class Engine(ABC):
             return
         room = memoryview(b"")
         for image in images:
-            size = len(image) + parity.spare_bytes(len(image))
+            size = len(image) + spare_bytes(len(image))
             if len(room) < size:
                 room = memoryview(mmap.mmap(-1, size))
-            yield parity.protect(image, room)
+            yield protect(image, room)
 
     @abstractmethod
     def create(self) -> None:

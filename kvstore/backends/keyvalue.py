@@ -30,6 +30,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore import parity
 from kvstore.backends import base
@@ -86,6 +87,11 @@ class KeyValueEngine(base.Engine):
 
     io: ClassVar[str] = "buffered"
     """What ``stats`` says, and all that the setting ``io`` may be besides ``auto``."""
+
+    @classmethod
+    def record_sizes(cls, lengths: base.U32, *, parity: bool) -> npt.NDArray[np.int64]:
+        # The header page stands for what a piece has besides payload; a parity chunk is one more.
+        return super().record_sizes(lengths, parity=parity) + HEADER_PAGE * parity
 
     def __init__(self, context: base.EngineContext) -> None:
         super().__init__(context)
@@ -238,7 +244,8 @@ class KeyValueEngine(base.Engine):
         headers = self._headers(names)
         for name, header, length in zip(names, headers, blocks.lengths.tolist(), strict=True):
             # The length that is asked for may be wrong, and so may a damaged header.
-            count = max(piece_count(length), _pieces_told(header))
+            spare = parity.chunk_bytes(length) if self.context.parity else 0
+            count = max(piece_count(length) + piece_count(spare), _pieces_told(header))
             keys += [HEADERS + name, *(_piece(name, number) for number in range(count))]
         if keys:
             self._remove(keys)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.backends.base import (
     Blocks,
@@ -111,6 +112,9 @@ class FaultyEngine(Engine):
         removed = self.inner.delete_many(blocks, how)
         _after(fault)
         return removed
+
+    def record_bytes_of(self, lengths: U32) -> npt.NDArray[np.int64]:
+        return self.inner.record_bytes_of(lengths)
 
     @property
     def largest_image(self) -> int:

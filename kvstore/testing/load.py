@@ -8,7 +8,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from kvstore.record import Verdict, image_bytes
+from kvstore.record import Verdict
 from kvstore.testing.case import EngineCase
 from kvstore.testing.machine import run_machine
 from kvstore.testing.records import (
@@ -83,13 +83,15 @@ class LoadTests(EngineCase):
         live = passed = 0
         for generation in itertools.count(1):
             size = rng.choice(CHURN_SIZES)
-            while live + image_bytes(size) > self.capacity * 85 // 100:
+            coming = make_blocks([key_of(generation % 100)], size, generation)
+            taken = int(engine.record_bytes_of(coming.lengths)[0])
+            while live + taken > self.capacity * 85 // 100:
                 victim = held.pop(rng.randrange(len(held)))
                 assert delete(engine, victim) == 1
-                live -= image_bytes(int(victim.lengths[0]))
-            held.append(put(engine, make_blocks([key_of(generation % 100)], size, generation)))
-            live += image_bytes(size)
-            passed += image_bytes(size)
+                live -= int(engine.record_bytes_of(victim.lengths)[0])
+            held.append(put(engine, coming))
+            live += taken
+            passed += taken
             if generation % 100 == 0:
                 assert occupied(tmp_path) <= most
             if passed > 10 * self.capacity:
