@@ -85,7 +85,8 @@ class Machine:
         ended = f"[exit code {started.returncode}]" if started.returncode else ""
         for told in filter(None, (out, err, ended)):
             print(told.removesuffix("\n"))
-        assert not check or started.returncode == 0, out + err
+        if check and started.returncode:
+            pytest.fail(out + err + self._ask("journalctl -o cat -n 60"))
         return subprocess.CompletedProcess(script, started.returncode, out, err)
 
     def show(self, name: str, unit: str = "kvstore") -> str:

@@ -71,8 +71,9 @@ def stores(machine: Machine) -> Iterator[Machine]:
 def test_every_engine_works_under_the_hardening(stores: Machine) -> None:
     names, units = " ".join(ENGINES), " ".join(map(unit, ENGINES))
     stores.run(f"{PYTHON} /opt/blocks.py put {names}")
-    stores.run(f"systemctl restart {units}; {PYTHON} /opt/blocks.py get {names}")
-    stores.run(f"systemctl kill -s KILL {units}; {PYTHON} /opt/blocks.py get {names}")
+    stores.run(
+        f"systemctl kill -s KILL --kill-who=main {units}; {PYTHON} /opt/blocks.py get {names}"
+    )
     for name in ENGINES:
         assert (stores.show("NRestarts", unit(name)), stores.show("ActiveState", unit(name))) == (
             "1",
@@ -110,7 +111,7 @@ def test_a_disk_that_hangs_does_not_get_the_daemon_killed(stores: Machine) -> No
         assert stores.run(f"{command} get {FIRST}").stdout == "x"
     stores.run(f"{command} flush")
     assert stores.show("MainPID", unit("filesystem")) == pid
-    stores.run(f"systemctl kill -s KILL {unit('filesystem')}")
+    stores.run(f"systemctl kill -s KILL --kill-who=main {unit('filesystem')}")
     assert stores.run(f"{command} get {SECOND}").stdout == "y"
 
 
