@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from kvstore.errors import UsageError
+from kvstore.eviction.adaptive import Adaptive
 from kvstore.eviction.fifo import Fifo
 from kvstore.eviction.lru import Lru
 
@@ -53,7 +54,7 @@ class Policy(Protocol):
         mean that there are no more."""
 
 
-POLICIES: dict[str, Callable[[], Policy]] = {"fifo": Fifo, "lru": Lru}
+POLICIES: dict[str, Callable[[], Policy]] = {"adaptive": Adaptive, "fifo": Fifo, "lru": Lru}
 
 
 def make(name: str) -> Policy:
