@@ -4,6 +4,7 @@
 # make fuzz   clients that misbehave (FRAMES=1000000 SEED=)
 # make faults power losses, kills and failing calls (FAULT_POINTS=1000 SEED=)
 # make soak   mixed load with faults (SECONDS=3600 SEED=)
+# make vectors    the published counts of replays (TRACES=DIR)
 # make matrix     what fsck makes of every kind of damage, for each engine
 # make promises   of data plane and engines, at their full size (1 h)
 # make boot       the service under a real systemd, every command with its answer (root)
@@ -15,7 +16,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := venv
-.PHONY: venv lint test docs fuzz faults soak promises matrix boot run install uninstall clean
+.PHONY: venv lint test docs fuzz faults soak promises matrix vectors boot run install uninstall clean
 
 # Settings of the caller's Python must not leak into .venv, nor our own settings into the tests.
 unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
@@ -85,6 +86,10 @@ promises: venv
 	PROMISES=long $(RUN) pytest -v -rP --timeout 1500 -o faulthandler_timeout=1400 tests/test_promises.py \
 		tests/test_superblock_store.py tests/test_superblock_daemon.py \
 		tests/test_engine_promises.py tests/test_keyvalue.py
+
+vectors: venv
+	@test -n "$(TRACES)" || { echo "make: say where the traces are: make vectors TRACES=DIR" >&2; exit 2; }
+	TRACES=$(TRACES) $(RUN) pytest -v -k published tests/test_replay.py
 
 matrix:
 	@cat tests/damage_matrix.md

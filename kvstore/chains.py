@@ -298,6 +298,13 @@ def positions_of(wanted: U32, among: U32) -> Positions:
     return found
 
 
+def renamed(rows: U32, old: U32, new: U32) -> U32:
+    """Return ``rows`` with each of ``old`` replaced by the one of ``new`` beside it."""
+    at = positions_of(rows, old)
+    found: U32 = np.where(at >= 0, new[at], rows) if len(old) else rows
+    return found
+
+
 def climb(up: Positions) -> Climbed:
     """Follow all links to their end. ``up`` holds positions, -1 where the way ends."""
     jump, above = up.copy(), (up >= 0).astype(np.int64)

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from kvstore import record
-from kvstore.chains import MAX_DEPTH, Chains, positions_of, smallest_closed, stuck_among
+from kvstore.chains import MAX_DEPTH, Chains, positions_of, renamed, smallest_closed, stuck_among
 from kvstore.columns import (
     DIRTY,
     DISK,
@@ -248,6 +248,11 @@ class Index(RowView):
         self._account(rows, 1)
         return there
 
+    def withdraw(self, rows: U32) -> None:
+        """Take rows from DISK or DIRTY back to WRITING: nobody can read them, their ids stay."""
+        self._account(rows[(self._columns.flags[rows] & np.uint8(DISK)) != 0], -1)
+        self._columns.flags[rows] = WRITING
+
     def replace(self, rows: U32, sizes: U32, generations: U64, places: U64) -> None:
         """Give rows that the engine has another version, which the engine has too.
 
@@ -452,7 +457,7 @@ class Index(RowView):
         rows = loaded.rows[kept]
         columns.allocate_exactly(rows)
         columns.identities[rows] = identities[kept]
-        columns.parents[rows] = _renamed(loaded.parents[kept], losers, winners)
+        columns.parents[rows] = renamed(loaded.parents[kept], losers, winners)
         columns.sizes[rows] = loaded.sizes[kept]
         columns.places[rows] = loaded.places[kept]
         columns.generations[rows] = loaded.generations[kept]
@@ -490,10 +495,3 @@ class Index(RowView):
                 pairs.append((int(loaded.rows[at]), winner))
         found = np.array(pairs, np.uint32).reshape(-1, 2)
         return found[:, 0], found[:, 1]
-
-
-def _renamed(rows: U32, old: U32, new: U32) -> U32:
-    """Return ``rows`` with each of ``old`` replaced by the one of ``new`` beside it."""
-    at = positions_of(rows, old)
-    renamed: U32 = np.where(at >= 0, new[at], rows) if len(old) else rows
-    return renamed

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore import events, versions
+from kvstore import events, eviction, versions
 from kvstore.backends.base import Leaving
 from kvstore.index import DISK, DURABLE, UNSYNCED
 from kvstore.job import Job, Step
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from kvstore.core import Core
 
 log = logging.getLogger(__name__)
-
-VICTIM_WINDOW = 1024
 
 
 class Removal(Job):
@@ -190,23 +188,8 @@ def evict(core: Core, victims: U32) -> Removal:
 
 
 def choose_victims(core: Core, wanted: int) -> U32:
-    """Return rows whose records take at least ``wanted`` bytes, or all that may go.
-
-    The policy offers candidates, lowest score first; the index lets only those go whose children
-    go too. The window of candidates grows until they suffice.
-    """
-    index, now = core.index, core.clock.seconds()
-    none: U32 = np.zeros(0, np.uint32)
-    if wanted <= 0:
-        return none
-    count = VICTIM_WINDOW
-    while True:
-        candidates = core.policy.candidates(index.last_use, index.flags, count)
-        victims = index.victims(candidates, wanted, now)
-        freed = int(index.record_bytes(index.sizes[victims]).sum())
-        if freed >= wanted or len(candidates) < count:
-            return victims
-        count *= 4
+    """Return rows whose records take at least ``wanted`` bytes, or all that may go."""
+    return eviction.choose(core.policy, core.index, wanted, core.clock.seconds())
 
 
 def discard(core: Core, rows: U32, generations: U64, kind: str) -> None:

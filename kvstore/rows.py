@@ -11,6 +11,8 @@ import numpy.typing as npt
 from kvstore.columns import GHOST, U8, U16, U32, U64, UNSYNCED, Bools, Columns
 from kvstore.keys import MAX_KEY_BYTES, KeyArray
 
+_FACTORS = np.random.default_rng(1).integers(0, 2**64, 1 + MAX_KEY_BYTES // 4 + 1, np.uint64)
+
 Array = TypeVar("Array", bound=npt.NDArray[Any])
 
 
@@ -146,6 +148,15 @@ class RowView:
         if len(rows) and np.any(lengths != lengths[0]):
             raise ValueError("these rows have keys of several lengths")
         return self._columns.key_bytes(rows)[:, : lengths[0] if len(rows) else 1]
+
+    def digest(self, rows: U32) -> U64:
+        """Return a hash of each row's identity, the same in every process."""
+        words = self._columns.identities.take(rows, axis=0).astype(np.uint64)
+        hashes: U64 = words @ _FACTORS[: words.shape[1]]
+        hashes ^= hashes >> np.uint64(32)
+        hashes *= np.uint64(0x9E3779B97F4A7C15)
+        hashes ^= hashes >> np.uint64(29)
+        return hashes
 
     def children_of(self, row: int) -> U32:
         """Return the rows whose parent is ``row``. Looks at every row."""

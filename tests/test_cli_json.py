@@ -27,7 +27,8 @@ from tests.command import COMMAND, Daemon, Ran, run_command
 
 DOCS = Path(__file__).parent.parent / "docs"
 NAMES = [words[1:] for words, _ in reference.commands(("kvstore",), kvstore)]
-GROUPS = {(), ("bench",), ("config",), ("scrub",)}
+GROUPS = {(), ("bench",), ("config",), ("scrub",), ("trace",)}
+TRACE = str(Path(__file__).parent / "golden" / "traces" / "mixed.jsonl.gz")
 ONLINE = [
     ["status"],
     ["status", "--watch", "--count", "1"],
@@ -58,6 +59,9 @@ OFFLINE = [
     ["config", "example"],
     ["completion", "bash"],
     ["version"],
+    ["replay", TRACE],
+    ["replay", TRACE, "--sweep"],
+    ["trace", "generate", "chat", "--requests", "5", "-o", "/dev/null"],
 ]
 
 
@@ -144,7 +148,8 @@ def test_documents_are_as_documented(daemon: Daemon, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("call", OFFLINE, ids=ids)
 def test_documents_that_need_no_daemon(call: list[str]) -> None:
-    name = call[0] if call[0] != "config" else " ".join(call)
+    words = 2 if (call[0],) in GROUPS or call[-1] == "--sweep" else 1
+    name = " ".join([word for word in call if word != TRACE][:words])
     check(run_command(*call, "--json"), name)
     assert run_command(*call).code == 0
 

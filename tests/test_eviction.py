@@ -32,7 +32,7 @@ def test_lru_offers_the_oldest_first(rows: int) -> None:
     others = [WRITING, GHOST, HIDDEN, DISK | WRITING, DISK | HIDDEN, 0]
     flags = rng.choice([DISK, DISK | UNSYNCED, *others], rows).astype(np.uint8)
     for count in (1, 7, 1000, 50_000, 10**6):
-        found = Lru().candidates(last_use, flags, count)
+        found = Lru().oldest(last_use, flags, count)
         assert found.dtype == np.uint32
         assert found.tolist() == oldest(last_use, flags, count)
 
@@ -49,7 +49,7 @@ def test_lru_stays_exact_while_rows_are_used_and_leave(seed: int) -> None:
         last_use[used] = np.arange(clock, clock + len(used))
         clock += len(used)
         count = int(rng.integers(1, 1500))
-        found = policy.candidates(last_use, flags, count)
+        found = policy.oldest(last_use, flags, count)
         assert found.tolist() == oldest(last_use, flags, count)
         leaving = found[rng.random(len(found)) < 0.6]
         flags[leaving] = rng.choice([0, HIDDEN, GHOST], len(leaving))
@@ -62,24 +62,24 @@ def test_lru_stays_exact_while_rows_are_used_and_leave(seed: int) -> None:
 def test_lru_offers_rows_again_that_were_not_taken() -> None:
     last_use, flags = np.arange(50, dtype=np.uint64), np.full(50, DISK, np.uint8)
     policy = Lru()
-    first = policy.candidates(last_use, flags, 10).tolist()
-    assert policy.candidates(last_use, flags, 10).tolist() == first == list(range(10))
+    first = policy.oldest(last_use, flags, 10).tolist()
+    assert policy.oldest(last_use, flags, 10).tolist() == first == list(range(10))
 
 
 def test_lru_never_loses_sight_of_a_row() -> None:
     """Fault 1 and 2 of the original server: touched and restored blocks must stay evictable."""
     last_use, flags = np.arange(5000, dtype=np.uint64), np.full(5000, DISK, np.uint8)
     policy = Lru()
-    policy.candidates(last_use, flags, 1)
+    policy.oldest(last_use, flags, 1)
     last_use[:] = np.arange(5000, 10_000)
-    assert len(policy.candidates(last_use, flags, 5000)) == 5000
+    assert len(policy.oldest(last_use, flags, 5000)) == 5000
 
 
 def test_lru_says_what_it_remembers() -> None:
     policy, rows = Lru(), 300_000
     index = Index(policy=policy)
     nothing = index.index_bytes
-    policy.candidates(np.arange(rows, dtype=np.uint64), np.full(rows, DISK, np.uint8), 100)
+    policy.oldest(np.arange(rows, dtype=np.uint64), np.full(rows, DISK, np.uint8), 100)
     assert index.index_bytes - nothing == policy.state_bytes
     assert 0 < policy.state_bytes < rows
 
@@ -114,7 +114,7 @@ class Cache:
     def make_room(self, blocks: int) -> None:
         index = self.index
         while blocks > 0:
-            candidates = self.policy.candidates(index.last_use, index.flags, 4 * blocks + 64)
+            candidates = self.policy.candidates(index, 4 * blocks + 64, 0.0)
             victims = index.victims(candidates, blocks * 8192, 0.0)
             assert len(victims)
             gone = index.remove(victims)

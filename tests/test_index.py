@@ -298,7 +298,7 @@ def fill(index, policy, batches):
     for _ in range(batches):
         keys = rng.integers(0, 256, (10_000, 36), dtype=np.uint8)
         index.commit(index.insert(5, keys, sizes, numbers, 0), numbers, numbers)
-    policy.candidates(index.last_use, index.flags, 4096)
+    policy.candidates(index, 4096, 0.0)
 
 fill(Index(), make("lru"), 100)  # Memory for numpy's passing arrays, which malloc keeps.
 before = resident()

@@ -139,7 +139,7 @@ class OurIndex(Structure["KeyArray"]):
         need = count * int(index.live_bytes // max(index.blocks, 1))
         window = count
         while True:
-            candidates = self.policy.candidates(index.last_use, index.flags, window)
+            candidates = self.policy.candidates(index, window, 0.0)
             victims = index.victims(candidates, need, 0.0)
             if len(victims) >= count or len(candidates) < window:
                 return victims

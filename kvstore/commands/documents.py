@@ -6,7 +6,7 @@ kind.
 
 from __future__ import annotations
 
-from kvstore.commands.shapes import NAME, SCRUB, Fields
+from kvstore.commands.shapes import NAME, REPLAY, SCRUB, Fields
 
 _STORE: Fields = {
     "store": ("string", "directory of the store"),
@@ -261,6 +261,19 @@ DOCUMENTS: dict[str, Fields] = {
     "scrub stop": SCRUB,
     "scrub status": {**SCRUB, "findings": ("list of finding", "the last 1,024 of this daemon")},
     "scrub ack": {"acknowledged": ("integer", "damaged records since the last time")},
+    "replay": REPLAY,
+    "replay --sweep": {
+        "trace": ("string", "name of the trace"),
+        "requests": ("integer", "its requests"),
+        "blocks": ("integer", "its different blocks"),
+        "results": ("list of replay", "a result per policy and size of the disk, in this order"),
+    },
+    "trace generate": {
+        "file": ("string", "where it was written"),
+        "kind": ("string", "chat, agents or mixed"),
+        "requests": ("integer", "how many"),
+        "seed": ("integer", "what makes the same again"),
+    },
     "doctor": {
         "checks": ("list of check", "what was looked at"),
         "ok": ("integer", "how many are well"),

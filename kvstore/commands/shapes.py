@@ -25,7 +25,31 @@ SCRUB: Fields = {
     "started": ("number or null", "seconds since 1970"),
     "finished": ("number or null", "when a pass came to its end the last time"),
 }
+REPLAY: Fields = {
+    "trace": ("string", "name of the trace"),
+    "requests": ("integer", "its requests"),
+    "policy": ("string", "who decided what leaves the disk"),
+    "config": ("object", "write, rule, and the tokens of a block"),
+    "ssd_blocks": ("integer", "room on disk"),
+    "dram_blocks": ("integer", "room in memory"),
+    "count_from": ("integer", "the first request that was counted"),
+    "count_to": ("integer", "the first one after those"),
+    "refs": ("integer", "blocks asked for"),
+    "hits": ("integer", "of these, there, and all before them in their chain"),
+    "hits_dram": ("integer", "of these, in memory"),
+    "hits_ssd": ("integer", "of these, on disk only"),
+    "hit_ratio": ("number", "hits of those asked for"),
+    "ssd_writes": ("integer", "blocks written to the disk"),
+    "peak_ghosts": ("integer", "most blocks that the policy remembered after they had left"),
+    "policy_bytes": ("integer", "most memory of the policy besides the index"),
+    "orphans": ("number", "largest share of blocks seen with an ancestor that was nowhere"),
+    "bytes_per_day": ("number or null", "bytes written a day; null without --block-size"),
+    "drive_writes_per_day": ("number or null", "of the whole drive; null without --drive"),
+    "optimum": ("integer or null", "with --optimum: the most hits that are possible"),
+    "percent_of_optimum": ("number or null", "hits in percent of that"),
+}
 SHAPES: dict[str, Fields] = {
+    "replay": REPLAY,
     "block": NAME,
     "pin": {
         **NAME,

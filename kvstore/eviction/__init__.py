@@ -1,34 +1,59 @@
-"""Policies: a score on leaves, nothing else.
+"""Policies: an order among the blocks that may leave, nothing else.
 
 A policy says which rows it would part with first. That only leaves go, that nothing in use, leased
 or pinned goes, and how many, is the index's matter (:meth:`kvstore.index.Index.victims`), below
-every policy.
+every policy. The daemon and ``kvstore replay`` use the same objects.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from kvstore.errors import UsageError
+from kvstore.eviction.adaptive import Adaptive
+from kvstore.eviction.fifo import Fifo
 from kvstore.eviction.lru import Lru
 
 if TYPE_CHECKING:
-    from kvstore.columns import U8, U32, U64
+    from collections.abc import Callable
+
+    from kvstore.columns import U32
+    from kvstore.index import Index
+    from kvstore.rows import RowView
+
+WINDOW = 1024
+"""Candidates looked at first: all of them may be what leaves."""
 
 
 class Policy(Protocol):
-    """What the store asks of a policy."""
+    """What the store asks of a policy. Times are in seconds of a clock that the caller keeps."""
 
     @property
     def state_bytes(self) -> int:
-        """Resident bytes of what the policy remembers besides its column."""
+        """Resident bytes of what the policy remembers besides the columns of the index."""
 
-    def candidates(self, last_use: U64, flags: U8, count: int) -> U32:
-        """Return up to ``count`` distinct rows that the engine has, lowest score first. Fewer mean
-        that there are no more."""
+    @property
+    def ghosts(self) -> int:
+        """Blocks remembered that are here no more."""
+
+    def used(self, rows: RowView, line: U32, now: float, *, again: bool = False) -> None:
+        """Hear of a request for ``line``, a chain from its start; called before it is stamped.
+
+        Rows that the policy has not heard of are new. ``again``: others were counted already, by
+        the part of the same request that looked for them.
+        """
+
+    def gone(self, rows: RowView, gone: U32, now: float) -> None:
+        """Hear of rows that are in no tier any more; called before their ids are freed."""
+
+    def candidates(self, rows: RowView, count: int, now: float) -> U32:
+        """Return at least ``count`` distinct rows that the engine has, lowest score first. Fewer
+        mean that there are no more."""
 
 
-POLICIES: dict[str, type[Policy]] = {"lru": Lru}
+POLICIES: dict[str, Callable[[], Policy]] = {"adaptive": Adaptive, "fifo": Fifo, "lru": Lru}
 
 
 def make(name: str) -> Policy:
@@ -39,3 +64,26 @@ def make(name: str) -> Policy:
         raise UsageError(
             f"there is no eviction policy {name!r}", f"use one of {', '.join(sorted(POLICIES))}"
         ) from None
+
+
+def choose(
+    policy: Policy,
+    index: Index,
+    need: int,
+    now: float,
+    window: int = WINDOW,
+) -> U32:
+    """Return rows whose records take at least ``need`` bytes, or all that may go.
+
+    The policy offers candidates, lowest score first; the index lets only those go whose children
+    go too. The ``window`` of candidates grows until they suffice.
+    """
+    count = window
+    while need > 0:
+        candidates = policy.candidates(index, count, now)
+        victims = index.victims(candidates, need, now)
+        freed = int(index.record_bytes(index.sizes[victims]).sum())
+        if freed >= need or len(candidates) < count:
+            return victims
+        count *= 4
+    return np.zeros(0, np.uint32)

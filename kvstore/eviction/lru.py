@@ -9,19 +9,26 @@ since has a higher one, and so has every new row, so the answer is always exact.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from kvstore.columns import DISK, GHOST, HIDDEN, U8, U32, U64, WRITING, Bools
 
+if TYPE_CHECKING:
+    from kvstore.rows import RowView
+
 _SAMPLE = 4096
 _SHARE = 32
 _LEAST_KEPT = 4096
+_LEAST_LOOK = 256
 
 
 class Lru:
-    """Offers the rows that were used longest ago."""
+    """Offers the rows that were used longest ago, of those that have the flag ``where``."""
 
-    def __init__(self) -> None:
+    def __init__(self, where: int = DISK) -> None:
+        self._where = np.uint8(where)
         self._rows = np.empty(0, np.uint32)
         self._stamps = np.empty(0, np.uint64)
         self._start = 0
@@ -30,9 +37,23 @@ class Lru:
     def state_bytes(self) -> int:
         return self._rows.nbytes + self._stamps.nbytes
 
-    def candidates(self, last_use: U64, flags: U8, count: int) -> U32:
-        """Return up to ``count`` rows that the engine has, longest unused first: 0.1 to 0.5 us each
-        when asked for a thousand or more of a million."""
+    @property
+    def ghosts(self) -> int:
+        return 0
+
+    def used(self, rows: RowView, line: U32, now: float, *, again: bool = False) -> None:
+        """The stamps of the index say it all."""
+
+    def gone(self, rows: RowView, gone: U32, now: float) -> None:
+        """Nothing is remembered of them."""
+
+    def candidates(self, rows: RowView, count: int, now: float) -> U32:
+        """Return up to ``count`` rows that the engine has, longest unused first."""
+        return self.oldest(rows.last_use, rows.flags, count)
+
+    def oldest(self, last_use: U64, flags: U8, count: int) -> U32:
+        """Return up to ``count`` rows, longest unused first: 0.1 to 0.5 us each when asked for a
+        thousand or more of a million."""
         found = self._kept(last_use, flags, count)
         if len(found) < count:
             self._refill(last_use, flags, count)
@@ -45,9 +66,9 @@ class Lru:
         at, missing = self._start, count
         while missing > 0 and at < len(self._rows):
             # Look a little further than asked: some have been used or removed since.
-            stop = at + missing + missing // 4 + 16
+            stop = at + max(missing + missing // 4, _LEAST_LOOK)
             rows, stamps = self._rows[at:stop], self._stamps[at:stop]
-            valid = np.flatnonzero((last_use[rows] == stamps) & _there(flags[rows]))[:missing]
+            valid = np.flatnonzero((last_use[rows] == stamps) & self._there(flags[rows]))[:missing]
             if missing == count:
                 self._start = at + int(valid[0]) if len(valid) else min(stop, len(self._rows))
             parts.append(rows[valid])
@@ -56,15 +77,20 @@ class Lru:
 
     def _refill(self, last_use: U64, flags: U8, count: int) -> None:
         wanted = max(count, _LEAST_KEPT, len(flags) // _SHARE)
-        rows = _oldest(last_use, flags, wanted)
+        there = np.flatnonzero(self._there(flags)).astype(np.uint32)
+        rows = _oldest(there, last_use, wanted)
         stamps = last_use[rows]
         order = np.argsort(stamps)
         self._rows, self._stamps, self._start = rows[order], stamps[order], 0
 
+    def _there(self, flags: U8) -> Bools:
+        state = flags & (self._where | np.uint8(WRITING | GHOST | HIDDEN))
+        there: Bools = state == self._where
+        return there
 
-def _oldest(last_use: U64, flags: U8, wanted: int) -> U32:
+
+def _oldest(rows: U32, last_use: U64, wanted: int) -> U32:
     """Return all rows with a stamp up to some threshold: at least ``wanted``, or all there are."""
-    rows = np.flatnonzero(_there(flags)).astype(np.uint32)
     if len(rows) <= 2 * wanted:
         return rows
     stamps = last_use[rows]
@@ -79,8 +105,3 @@ def _oldest(last_use: U64, flags: U8, wanted: int) -> U32:
         if len(chosen) >= wanted:
             return chosen
         wanted *= 2
-
-
-def _there(flags: U8) -> Bools:
-    there: Bools = (flags & np.uint8(DISK | WRITING | GHOST | HIDDEN)) == DISK
-    return there

@@ -1,0 +1,128 @@
+"""Blocks that are here no more, remembered by 10 bytes each: were they missed too early?
+
+Two tables of buckets. Blocks that leave are filed in the young one; when that is full it becomes
+the old one, and what was in the old one is forgotten. So those that left last are remembered, and
+the number of them follows that of the blocks here without moving anything. A block is known by its
+bucket and a print of 32 bits: one in 2^27 that was never here passes for one that was.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from kvstore.columns import U16, U32, U64, Bools
+
+SLOTS = 16
+_FILL = 12
+"""Entries a bucket on average, when its table is full."""
+_LEAST_BUCKETS = 64
+
+
+class Table:
+    """Prints, times and marks in buckets of 16; a print of 0 is a free slot."""
+
+    def __init__(self, entries: int) -> None:
+        self.buckets = max(-(-entries // _FILL), _LEAST_BUCKETS)
+        self.prints = np.zeros((self.buckets, SLOTS), np.uint32)
+        self.seen = np.zeros((self.buckets, SLOTS), np.uint32)
+        self.marks = np.zeros((self.buckets, SLOTS), np.uint16)
+        self.count = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.prints.nbytes + self.seen.nbytes + self.marks.nbytes
+
+    def _at(self, hashes: U64) -> tuple[npt.NDArray[np.int64], U32]:
+        buckets = ((hashes >> np.uint64(32)) % np.uint64(self.buckets)).astype(np.int64)
+        return buckets, np.maximum(hashes.astype(np.uint32), np.uint32(1))
+
+    def take(self, hashes: U64) -> tuple[Bools, U32, U16]:
+        """Take entries out: tell which were there, and their times and marks (0 where not)."""
+        buckets, prints = self._at(hashes)
+        same = self.prints[buckets] == prints[:, None]
+        there, slots = same.any(axis=1), same.argmax(axis=1)
+        seen = np.where(there, self.seen[buckets, slots], np.uint32(0))
+        marks = np.where(there, self.marks[buckets, slots], np.uint16(0))
+        found = buckets[there], slots[there]
+        # Two of one print in one call would be the same entry.
+        self.count -= int(np.count_nonzero(self.prints[found]))
+        self.prints[found] = 0
+        return there, seen, marks
+
+    def file(self, hashes: U64, seen: U32, marks: U16) -> tuple[U32, U16]:
+        """File blocks; return times and marks of those that had to go for them."""
+        buckets, prints = self._at(hashes)
+        lost_seen, lost_marks = [seen[:0]], [marks[:0]]
+        left = np.arange(len(hashes))
+        while len(left):
+            # One of each bucket at a time, so that no two of them take the same slot.
+            _, first = np.unique(buckets[left], return_index=True)
+            now = left[first]
+            at = buckets[now]
+            free = self.prints[at] == 0
+            slots = np.where(free.any(axis=1), free.argmax(axis=1), self.seen[at].argmin(axis=1))
+            over = self.prints[at, slots] != 0
+            lost_seen.append(self.seen[at, slots][over])
+            lost_marks.append(self.marks[at, slots][over])
+            self.prints[at, slots] = prints[now]
+            self.seen[at, slots] = seen[now]
+            self.marks[at, slots] = marks[now]
+            self.count += int(np.count_nonzero(~over))
+            left = np.delete(left, first)
+        return np.concatenate(lost_seen), np.concatenate(lost_marks)
+
+    def all(self) -> tuple[U32, U16]:
+        """Return times and marks of all entries."""
+        there = self.prints != 0
+        return self.seen[there], self.marks[there]
+
+
+class Ghosts:
+    """At most four times as many as there are blocks, those that left last."""
+
+    def __init__(self) -> None:
+        self._young, self._old = Table(0), Table(0)
+        self._limit = 0
+
+    def __len__(self) -> int:
+        return self._young.count + self._old.count
+
+    @property
+    def bytes(self) -> int:
+        return self._young.bytes + self._old.bytes
+
+    def take(self, hashes: U64) -> tuple[Bools, U32, U16]:
+        """Forget blocks that are back; see :meth:`Table.take`."""
+        there, seen, marks = self._young.take(hashes)
+        if self._old.count:
+            older = self._old.take(hashes)
+            seen = np.where(there, seen, older[1])
+            marks = np.where(there, marks, older[2])
+            there = there | older[0]
+        return there, seen, marks
+
+    def is_full(self, more: int) -> bool:
+        """Tell whether so many more want :meth:`turn_over` first."""
+        return self._young.count + more > self._limit
+
+    def turn_over(self, blocks: int) -> tuple[U32, U16]:
+        """Begin a new table, for twice as many as there are blocks; return times and marks of those
+        that are forgotten."""
+        gone = self._old.all()
+        self._limit = 2 * blocks
+        self._old, self._young = self._young, Table(self._limit)
+        return gone
+
+    def file(self, hashes: U64, seen: U32, marks: U16) -> tuple[U32, U16]:
+        """Remember blocks that left; return what had to be forgotten for them."""
+        return self._young.file(hashes, seen, marks)
+
+    def all(self) -> tuple[U32, U16]:
+        """Return times and marks of all that are remembered."""
+        (seen, marks), (old_seen, old_marks) = self._young.all(), self._old.all()
+        return np.append(seen, old_seen), np.append(marks, old_marks)
