@@ -138,3 +138,16 @@ def test_a_python_that_no_service_sees_is_refused(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "no Python 3.11 or later that a service may use" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_not_ours_outlives_an_uninstall(tmp_path: Path) -> None:
+    local = tmp_path / "usr" / "local"
+    ours = ["bin/kvstore", "lib/kvstore/pyvenv.cfg", "share/kvstore/tcp.conf"]
+    ours += ["lib/sysusers.d/kvstore.conf", "lib/tmpfiles.d/kvstore.conf"]
+    ours += [f"lib/systemd/system/{name}" for name in (*SERVICES, *SOCKETS)]
+    others = [tmp_path / "etc" / "kvstore" / "kvstore.toml", local / "lib/systemd/system/x.service"]
+    for path in (*(local / name for name in ours), *others):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert make("uninstall", f"DESTDIR={tmp_path}").returncode == 0
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} == set(others)
