@@ -417,7 +417,12 @@ def test_show_tells_origins() -> None:
     found = run_command("config", "show", "--json", env={"KVSTORE_WORKERS": "7"}).json()["settings"]
     assert isinstance(found, list)
     (workers,) = (one for one in found if one["name"] == "workers")
-    expected = {"value": 7, "origin": "KVSTORE_WORKERS", "source": "environment"}
+    expected = {
+        "value": 7,
+        "origin": "KVSTORE_WORKERS",
+        "source": "environment",
+        "change": "restart",
+    }
     assert workers == {"name": "workers", **expected}
 
 
