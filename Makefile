@@ -53,8 +53,8 @@ lint: venv
 	$(RUN) codespell_lib kvstore tests docs README.md Makefile
 
 # Tests with deadlines of their own run one after the other; all others two at a time.
-TIMED_TESTS := $(patsubst %,tests/test_%.py,capacity client data_plane fuzz_socket kill notify private_namespaces \
-	promises role_table roles server settle soak superblock_daemon systemd tls writer_late)
+TIMED_TESTS := $(patsubst %,tests/test_%.py,capacity client data_plane fuzz_socket kill notify \
+	promises roles server settle soak superblock_daemon systemd tls writer_late)
 test: lint
 	$(RUN) pytest -n 2 $(addprefix --ignore=,$(TIMED_TESTS))
 	$(RUN) pytest $(TIMED_TESTS)

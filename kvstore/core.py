@@ -166,6 +166,8 @@ class Core:
     _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
     may_evict: bool = True
     """Whether blocks leave when there is no room; else puts are answered FULL."""
+    namespace_quota: int | None = None
+    """Record bytes of each namespace that has no quota of its own; None: no limit."""
     scrub_rate: int = SCRUB_RATE
     writer: Writer = field(init=False)
     rooms: Rooms = field(init=False)
@@ -173,6 +175,7 @@ class Core:
     generation: int = 0
     """The highest given to any version so far."""
     _measured: Measured | None = None
+    _policies: dict[int, Policy] = field(default_factory=dict)
 
     @property
     def uuid(self) -> bytes:
@@ -203,6 +206,10 @@ class Core:
         """Take no more writes until the store is opened again; reads go on."""
         log.error("%s: read-only from now on: %s", self.path, reason)
         self.read_only = reason
+
+    def policy_of(self, namespace: int) -> Policy:
+        """Return the policy that looks at the blocks of one namespace, by its number."""
+        return self._policies.setdefault(namespace, type(self.policy)())
 
     # -- generations ------------------------------------------------------------------------------
 

@@ -190,8 +190,9 @@ def evict(core: Core, victims: U32) -> Removal:
     return removal
 
 
-def choose_victims(core: Core, wanted: int) -> U32:
-    """Return rows whose records take at least ``wanted`` bytes, or all that may go.
+def choose_victims(core: Core, wanted: int, namespace: int | None = None) -> U32:
+    """Return rows whose records take at least ``wanted`` bytes, or all that may go; of one
+    namespace, if its number is given.
 
     The policy offers candidates, lowest score first; the index lets only those go whose children
     go too. The window of candidates grows until they suffice.
@@ -200,9 +201,15 @@ def choose_victims(core: Core, wanted: int) -> U32:
     none: U32 = np.zeros(0, np.uint32)
     if wanted <= 0:
         return none
-    count = VICTIM_WINDOW
+    policy, flags, count = core.policy, index.flags, VICTIM_WINDOW
+    if namespace is not None:
+        rows = index.rows_of(None)
+        rows = rows[index.spaces[rows] >> 16 == namespace]
+        # A policy that looks at these only, or it would forget about the others.
+        policy, flags = core.policy_of(namespace), np.zeros_like(flags)
+        flags[rows] = index.flags[rows]
     while True:
-        candidates = core.policy.candidates(index.last_use, index.flags, count)
+        candidates = policy.candidates(index.last_use, flags, count)
         victims = index.victims(candidates, wanted, now)
         freed = int(record.image_bytes_of(index.sizes[victims]).sum())
         if freed >= wanted or len(candidates) < count:

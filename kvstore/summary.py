@@ -32,6 +32,7 @@ class NamespaceShare:
     key_length: int | None
     blocks: int
     live_bytes: int
+    quota_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Summary:
                     "key_length": share.key_length,
                     "blocks": share.blocks,
                     "live_bytes": share.live_bytes,
+                    "quota_bytes": share.quota_bytes,
                 }
                 for share in self.namespaces
             ],
@@ -145,6 +147,7 @@ def _shares(namespaces: Namespaces, live: Records) -> tuple[NamespaceShare, ...]
                 key_length=int(part["key_length"][0]) if len(part) else None,
                 blocks=len(part),
                 live_bytes=_live_bytes(part),
+                quota_bytes=space.quota if space else None,
             )
         )
     return tuple(shares)
