@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore import lookup, plan, protocol, versions
+from kvstore import lookup, plan, protocol, quota, versions
 from kvstore.asked import (
     Asked,
     Document,
@@ -86,6 +86,7 @@ async def namespaces(request: Request, _: Asked) -> Document:
             "key_length": store.core.key_lengths.get(namespace.number) if blocks else None,
             "blocks": blocks,
             "live_bytes": live,
+            "quota_bytes": namespace.quota,
         }
         part.append(share)
         size += len(protocol.dump(share))
@@ -191,6 +192,25 @@ async def recent(request: Request, asked: Asked) -> Document:
     return {"blocks": []}
 
 
+async def limit(request: Request, asked: Asked) -> Document:
+    """Set, lift (null) or only tell the quota of a namespace."""
+    store = await request.store()
+    core, namespace = store.core, named_space(store, asked)
+    if namespace is None:
+        raise UsageError("a quota is one of a namespace", "send its id")
+    if "bytes" in asked:
+        quota_bytes = amount(asked, "bytes")
+        await request.server.in_worker(lambda: core.namespaces.set_quota(namespace, quota_bytes))
+        quota.trim(core)
+        request.server.dispatch()
+    return {
+        "namespace": namespace.id.hex(),
+        "quota_bytes": namespace.quota,
+        "limit_bytes": quota.limit_of(core, namespace),
+        "taken_bytes": core.index.shares.of(namespace.number),
+    }
+
+
 async def pins(request: Request, asked: Asked) -> Document:
     """Which blocks are pinned, and for how long."""
     store = await request.store()
@@ -258,6 +278,7 @@ ACTIONS: dict[str, Callable[[Request, Asked], Awaitable[Document]]] = {
     "tree": tree,
     "recent": recent,
     "pins": pins,
+    "quota": limit,
     "scrub": scrub,
     "evict": evict,
     "warm": warm,

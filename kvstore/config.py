@@ -103,6 +103,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """With ``write = late``: longest time that an accepted block is in memory only."""
     when_full: Literal["evict", "read-only"] = "evict"
     """``read-only``: nothing is evicted, puts are answered that the store is full."""
+    namespace_quota: Size | None = None
+    """Bytes that a namespace may take that has no quota of its own. Default: no limit."""
     scrub_rate: Size = Size(64 * MIB)
     """Bytes a second that ``kvstore scrub`` reads; 0 = as fast as one worker can."""
     max_clients: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 256

@@ -166,6 +166,8 @@ class Core:
     _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
     may_evict: bool = True
     """Whether blocks leave when there is no room; else puts are answered FULL."""
+    namespace_quota: int | None = None
+    """Record bytes of each namespace that has no quota of its own; None: no limit."""
     scrub_rate: int = SCRUB_RATE
     writer: Writer = field(init=False)
     rooms: Rooms = field(init=False)

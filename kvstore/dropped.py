@@ -187,7 +187,7 @@ def _read_namespace(known: Namespaces, descriptor: int, file: File) -> None:
         raise KVStoreError("its name is no id of a namespace")
     data = os.read(descriptor, namespaces.MAX_FILE_BYTES + 1)
     described, _ = namespaces.decode(data, identity)
-    known.open(described, create=True, owner=namespaces.decode_owner(data))
+    known.open(described, create=True, owner=namespaces.number_in(data, "owner"))
     file.done = True
 
 

@@ -52,26 +52,15 @@ from kvstore.columns import (
 from kvstore.hashtable import HashTable
 from kvstore.holds import Bytes, Holds, RecordBytes
 from kvstore.rows import Rows, RowView
+from kvstore.shares import Shares
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Set
 
     from kvstore.keys import KeyArray
 
-__all__ = [
-    "DIRTY",
-    "DISK",
-    "DURABLE",
-    "GHOST",
-    "HIDDEN",
-    "MEM",
-    "NONE",
-    "READABLE",
-    "UNSYNCED",
-    "WRITING",
-    "Index",
-    "Rows",
-]
+__all__ = ["DIRTY", "DISK", "DURABLE", "GHOST", "HIDDEN", "MEM", "NONE", "READABLE"]
+__all__ += ["UNSYNCED", "WRITING", "Index", "Rows"]
 
 _USUAL_KEY_BYTES = 36
 _FIRST_LOOK = 512
@@ -107,6 +96,7 @@ class Index(RowView):
         self._chains = Chains(self._columns)
         self._holds = Holds(self._columns, epoch, record_bytes)
         self.record_bytes = record_bytes
+        self.shares = Shares(self._columns, record_bytes)
         self._policy = policy
         self._last_stamp = 0
         self.blocks = 0
@@ -186,6 +176,7 @@ class Index(RowView):
     def _write_version(self, rows: U32, sizes: U32, generations: U64, stamp: int) -> None:
         self._columns.sizes[rows] = sizes
         self._columns.generations[rows] = generations
+        self.shares.count(rows, 1)
         self.touch(rows, stamp)
 
     def realize(self, rows: U32, sizes: U32, generations: U64, stamp: int) -> None:
@@ -262,11 +253,13 @@ class Index(RowView):
         if np.any((columns.flags[rows] & np.uint8(DISK)) == 0) or columns.references[rows].any():
             raise ValueError("only rows on disk, without references, can be replaced")
         self._account(rows, -1)
+        self.shares.count(rows, -1)
         self._holds.resize(rows, sizes)
         columns.generations[rows] = generations
         columns.places[rows] = places
         columns.flags[rows] = DISK
         self._account(rows, 1)
+        self.shares.count(rows, 1)
 
     def abort(self, rows: U32) -> None:
         """Take rows from WRITING back to absent, or to a ghost if they have children."""
@@ -392,6 +385,7 @@ class Index(RowView):
         flags = columns.flags[rows]
         rows = rows[(flags != 0) & ((flags & (GHOST | HIDDEN)) == 0)]
         self._account(rows[(columns.flags[rows] & DISK) != 0], -1)
+        self.shares.count(rows, -1)
         self._holds.lift(rows)
         leaving = self._chains.may_leave(rows)
         gone, staying = rows[leaving], rows[~leaving]
@@ -471,6 +465,7 @@ class Index(RowView):
     def _count_loaded(self, rows: U32) -> None:
         flags = self._columns.flags[rows]
         self._account(rows[flags != GHOST], 1)
+        self.shares.count(rows[flags != GHOST], 1)
         self.ghost_count = int(np.count_nonzero(flags == GHOST))
         self._last_stamp = int(self._columns.last_use[rows].max(initial=0))
         self.dropped_links += self._chains.adopt(rows)

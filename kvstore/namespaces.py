@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvstore import files
@@ -74,6 +74,8 @@ class Namespace:
     record: NamespaceRecord | None
     key_length: int | None = None
     owner: int | None = None
+    quota: int | None = None
+    """Most bytes that its records may take; None: what holds for all."""
 
 
 class Namespaces:
@@ -127,7 +129,7 @@ class Namespaces:
         try:
             data = files.read_regular(path, MAX_FILE_BYTES)
             namespace.record, namespace.key_length = decode(data, identity)
-            namespace.owner = decode_owner(data)
+            namespace.owner, namespace.quota = number_in(data, "owner"), number_in(data, "quota")
         except (OSError, CorruptStore) as error:
             reason = error.message if isinstance(error, CorruptStore) else error.strerror
             self._note(f"{path} is damaged: {reason}; its blocks are kept until it is opened again")
@@ -152,7 +154,8 @@ class Namespaces:
         if found is not None:
             return found
         with self._lock:
-            return self._by_id.get(identity) or self._add(identity, None)
+            new = Namespace(identity, len(self._numbered), None)
+            return self._by_id.get(identity) or self._add(new)
 
     def open(self, record: NamespaceRecord, create: bool, owner: int | None = None) -> Namespace:
         """Return the namespace of a full record, making it durably with ``create``.
@@ -185,32 +188,43 @@ class Namespaces:
                 "use one of them, or another store",
             )
         owner = owner if is_private(record) else None
-        self._write(identity, record, None, owner)
-        return self._add(identity, record, owner)
+        made = Namespace(identity, len(self._numbered), record, owner=owner)
+        self._write(made)
+        return self._add(made)
 
     def _restore(self, namespace: Namespace, record: NamespaceRecord) -> None:
-        """Believe a record whose id is that of a damaged file, and try to write the file again."""
+        """Believe a record whose id is that of a damaged file, and try to write the file again; a
+        quota is lost with it."""
         namespace.record = record
         namespace.owner = owner_of(record)
         try:
-            self._write(namespace.id, record, namespace.key_length, namespace.owner)
+            self._write(namespace)
         except KVStoreError as error:
             log.warning("namespace %s is usable, its file is not: %s", namespace.id.hex(), error)
 
-    def _add(
-        self, identity: bytes, record: NamespaceRecord | None, owner: int | None = None
-    ) -> Namespace:
+    def _add(self, namespace: Namespace) -> Namespace:
         if len(self._numbered) >= _MAX_NUMBERS:
             raise CorruptStore(
                 f"the records of this store name {_MAX_NUMBERS} namespaces",
                 "save its blocks with kvstore recover --to, or begin an empty one",
             )
-        namespace = Namespace(identity, len(self._numbered), record, owner=owner)
         self._numbered.append(namespace)
-        self._by_id[identity] = namespace
+        self._by_id[namespace.id] = namespace
         return namespace
 
-    # -- key length -------------------------------------------------------------------------------
+    # -- quota and key length ---------------------------------------------------------------------
+
+    def set_quota(self, namespace: Namespace, quota: int | None) -> None:
+        """Limit what a namespace may take, durably. Raises UnknownNamespace if its record is not
+        known, and what :meth:`open` raises for writing."""
+        with self._lock:
+            if namespace.record is None:
+                raise UnknownNamespace(
+                    f"the record of namespace {namespace.id.hex()} is damaged or gone",
+                    "open it by its record first",
+                )
+            self._write(replace(namespace, quota=quota))
+            namespace.quota = quota
 
     def set_key_length(self, namespace: Namespace, length: int) -> None:
         """Fix the length of the namespace's keys, durably; nothing to do if it is that already.
@@ -236,7 +250,7 @@ class Namespaces:
 
     def _save_length(self, namespace: Namespace, length: int | None) -> None:
         if namespace.record is not None:
-            self._write(namespace.id, namespace.record, length, namespace.owner)
+            self._write(replace(namespace, key_length=length))
         namespace.key_length = length
 
     # -- files ------------------------------------------------------------------------------------
@@ -244,14 +258,8 @@ class Namespaces:
     def _path(self, identity: bytes) -> Path:
         return self._directory / (identity.hex() + _SUFFIX)
 
-    def _write(
-        self,
-        identity: bytes,
-        record: NamespaceRecord,
-        key_length: int | None,
-        owner: int | None,
-    ) -> None:
-        path = self._path(identity)
+    def _write(self, namespace: Namespace) -> None:
+        path = self._path(namespace.id)
         if self._read_only:
             raise ReadOnly(
                 f"cannot write {path}: the store is open for reading", "open it to write"
@@ -260,16 +268,22 @@ class Namespaces:
             if not self._directory.exists():
                 self._directory.mkdir(files.DIRECTORY_MODE)
                 files.sync_directory(self._directory.parent)
-            files.replace(path, encode(record, key_length, owner))
+            record, length = namespace.record or {}, namespace.key_length
+            files.replace(path, encode(record, length, namespace.owner, namespace.quota))
         except OSError as error:
             raise files.translate(error, f"write {path}") from error
 
 
-def encode(record: NamespaceRecord, key_length: int | None, owner: int | None = None) -> bytes:
+def encode(
+    record: NamespaceRecord,
+    key_length: int | None,
+    owner: int | None = None,
+    quota: int | None = None,
+) -> bytes:
     """Return a namespace file in bytes."""
     document: dict[str, object] = {"record": record, "key_length": key_length}
-    if owner is not None:
-        document["owner"] = owner
+    further = {"owner": owner, "quota": quota}
+    document |= {name: value for name, value in further.items() if value is not None}
     for indent in (2, None):  # a long list with an item in each line would be too large to be read
         data = json.dumps(document, indent=indent, sort_keys=True, ensure_ascii=False).encode()
         if len(data) < MAX_FILE_BYTES:
@@ -295,10 +309,10 @@ def decode(data: bytes, identity: bytes) -> tuple[NamespaceRecord, int | None]:
     return record, length
 
 
-def decode_owner(data: bytes) -> int | None:
-    """Return the owner that a namespace file names, after :func:`decode` found it good."""
-    owner = json.loads(data).get("owner")
-    return owner if type(owner) is int and owner >= 0 else None
+def number_in(data: bytes, name: str) -> int | None:
+    """Return a further number in a namespace file, after :func:`decode` found it good."""
+    value = json.loads(data).get(name)
+    return value if type(value) is int and value >= 0 else None
 
 
 def _id_of(name: str) -> bytes | None:

@@ -75,7 +75,8 @@ class Options:
     the memory for blocks in flight that pass by it. With ``write`` = ``late`` accepted blocks are
     written when they leave memory, or after ``max_dirty_age`` seconds. With ``when_full`` =
     ``read-only`` nothing is evicted: puts are answered FULL when there is no room. ``scrub_rate``
-    is bytes a second, 0 = as fast as a worker can. With ``scan`` all headers are compared with the
+    is bytes a second, 0 = as fast as a worker can. ``namespace_quota`` is what a namespace may take
+    that has no quota of its own. With ``scan`` all headers are compared with the
     index first, whatever the journal says. ``quarantine``: where damaged records are copied,
     without a limit, instead of the store's own share.
     """
@@ -91,6 +92,7 @@ class Options:
     max_dirty_age: float = 300.0
     when_full: Literal["evict", "read-only"] = "evict"
     scrub_rate: int = SCRUB_RATE
+    namespace_quota: int | None = None
     scan: bool = False
     quarantine: Path | None = None
     parity: str | None = None
@@ -357,6 +359,7 @@ class Opening:
             kept_bytes=layout.kept_bytes(self.path, record),
             may_evict=self.options.when_full == "evict",
             scrub_rate=self.options.scrub_rate,
+            namespace_quota=self.options.namespace_quota,
         )
         core.writer = Writer(core)
         core.rooms = Rooms(core)

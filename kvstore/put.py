@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore import record
+from kvstore import quota, record
 from kvstore.answers import Ack, BlockStatus
 from kvstore.batch import Batch
 from kvstore.entry import Waiter
@@ -107,6 +107,9 @@ class Put(Job, Waiter):
             self.settle(np.flatnonzero(~unknown & ~same), BlockStatus.CONFLICT)
         self._hold(rows[readable])
         fresh = self._first_of_each(np.flatnonzero(unknown | renewed))
+        if quota.limit_of(self._core, request.namespace) is not None:
+            fresh = self._within_quota(fresh)
+            rows = index.find(self._space, request.keys)  # ghosts may have left with others
         self._bring(fresh[~renewed[fresh]], fresh[renewed[fresh]], rows)
         # After the memory is taken: a put that got none is made anew, and must not wait twice.
         self._await_level(np.flatnonzero(readable & same & ~renewed & ~joined), rows)
@@ -116,6 +119,13 @@ class Put(Job, Waiter):
         self._core.touch(rows[rows != NONE])
         for batch in self._batches:
             batch.describe()
+
+    def _within_quota(self, fresh: Positions) -> Positions:
+        """Return those for which their namespace has room; the others are answered."""
+        sizes = self._core.index.record_bytes(self._request.lengths[fresh])
+        count = quota.admit(self._core, self._request.namespace, sizes)
+        self.settle(fresh[count:], BlockStatus.FULL)
+        return fresh[:count]
 
     def _hold(self, rows: U32) -> None:
         """Keep known rows while we work: they may be parents of what comes."""

@@ -143,10 +143,10 @@ class Reconcile:
         A header alone proves nothing: the power may have gone when the rest had not reached the
         disk, and what such a record would replace may be durable.
         """
-        engine, uuid = self._core.engine, self._core.uuid
+        engine = self._core.engine
         for at in rivals:
             one = _blocks(batch, np.array([at]))
-            if examine(engine, uuid, one) == "damaged":
+            if examine(engine, one) == "damaged":
                 self._given_up.append(one.generations)
                 engine.delete_many(one)
 

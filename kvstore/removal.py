@@ -187,9 +187,14 @@ def evict(core: Core, victims: U32) -> Removal:
     return removal
 
 
-def choose_victims(core: Core, wanted: int) -> U32:
-    """Return rows whose records take at least ``wanted`` bytes, or all that may go."""
-    return eviction.choose(core.policy, core.index, wanted, core.clock.seconds())
+def choose_victims(core: Core, wanted: int, namespace: int | None = None) -> U32:
+    """Return rows whose records take at least ``wanted`` bytes, or all that may go; of one
+    namespace, if its number is given."""
+    index, among = core.index, None
+    if namespace is not None:
+        among = index.rows_of(None)
+        among = among[index.spaces[among] >> 16 == namespace]
+    return eviction.choose(core.policy, index, wanted, core.clock.seconds(), among=among)
 
 
 def discard(core: Core, rows: U32, generations: U64, kind: str) -> None:

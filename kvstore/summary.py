@@ -34,6 +34,7 @@ class NamespaceShare:
     key_length: int | None
     blocks: int
     live_bytes: int
+    quota_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class Summary:
                     "key_length": share.key_length,
                     "blocks": share.blocks,
                     "live_bytes": share.live_bytes,
+                    "quota_bytes": share.quota_bytes,
                 }
                 for share in self.namespaces
             ],
@@ -151,6 +153,7 @@ def _shares(
                 key_length=int(part["key_length"][0]) if len(part) else None,
                 blocks=len(part),
                 live_bytes=_live_bytes(part, found),
+                quota_bytes=space.quota if space else None,
             )
         )
     return tuple(shares)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore import events, versions
+from kvstore import events, quota, versions
 from kvstore.checkpoint import CheckpointWriter, remove_before
 from kvstore.index import DISK, GHOST
 from kvstore.job import Job, Step
@@ -276,6 +276,7 @@ class Upkeep:
             self._checkpoint_at = now + CHECKPOINT_RETRY_SECONDS
             self.checkpoint_now()
         self.make_room()
+        quota.trim(core)
         if core.excess:
             core.rooms.shrink()
 

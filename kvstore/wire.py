@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 _SCRATCH = 256 << 10
 _PIECE = 64 << 10
 _SEND_BUFFERS = 256
+_TURN_BYTES = 1 << 20
+"""What is taken or sent at most while others wait for the event loop: a fast client may never make
+us wait, and to decrypt 64 MiB takes long."""
 _DESCRIPTOR_BYTES = array.array("i").itemsize
 _DESCRIPTOR_ROOM = socket.CMSG_SPACE(2 * _DESCRIPTOR_BYTES)
 """Room for two: one is right, the second tells that there were too many. The kernel closes more."""
@@ -42,6 +45,14 @@ class Wire:
         self._loop = asyncio.get_running_loop()
         self._between: asyncio.Future[None] | None = None
         self._ended = False
+        self._turn_bytes = 0
+
+    def _turn_is_over(self, count: int) -> bool:
+        self._turn_bytes += count
+        if self._turn_bytes < _TURN_BYTES:
+            return False
+        self._turn_bytes = 0
+        return True
 
     async def encrypt(self) -> None:
         """Agree on keys with the client, where the socket is encrypted. Raises Gone."""
@@ -128,7 +139,10 @@ class Wire:
     async def _receive_some(self, view: memoryview, limit: float) -> int:
         while True:
             try:
-                return self._some(self._sock.recv_into(view))
+                got = self._some(self._sock.recv_into(view))
+                if self._turn_is_over(got):
+                    await asyncio.sleep(0)
+                return got
             except (BlockingIOError, InterruptedError):
                 await self._readable(limit)
             except OSError as error:
@@ -183,11 +197,12 @@ class Wire:
         at, cancelled = 0, False
         while at < len(views):
             sent = self._send_some(views[at : at + _SEND_BUFFERS], descriptors)
-            if sent is None:
+            if sent is None or self._turn_is_over(sent):
                 try:
-                    await self._writable(limit)
+                    await (self._writable(limit) if sent is None else asyncio.sleep(0))
                 except asyncio.CancelledError:
                     cancelled = True
+            if sent is None:
                 continue
             descriptors = ()
             while at < len(views) and sent >= len(views[at]):

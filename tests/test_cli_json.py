@@ -43,6 +43,7 @@ ONLINE = [
     ["pin", "00ff"],
     ["unpin", "00ff"],
     ["pins"],
+    ["quota", "default"],
     ["flush"],
     ["scrub", "start"],
     ["scrub", "pause"],
@@ -125,6 +126,7 @@ def test_documents_are_as_documented(daemon: Daemon, tmp_path: Path) -> None:
     check(daemon.run("status", "--json"), "status")
     check(daemon.run("pin", keys[0], "--json"), "pin")
     check(daemon.run("pins", "--json"), "pins")
+    check(daemon.run("quota", "default", "1GiB", "--json"), "quota")
     check(daemon.run("evict", "--all", "-n", "--json"), "evict", 3)
     check(daemon.run("unpin", keys[0], "--json"), "unpin")
     check(daemon.run("flush", "--json"), "flush")

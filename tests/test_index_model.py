@@ -356,6 +356,11 @@ class Machine:
         index, model = self.index, self.model
         assert index.blocks == len(disk)
         assert index.live_bytes == sum(image_bytes(row.size) for row in disk)
+        taken: dict[int, int] = {}
+        for (space, _), row in self.model.rows.items():
+            size = image_bytes(row.size) if row.state != "ghost" else 0
+            taken[space >> 16] = taken.get(space >> 16, 0) + size
+        assert {number: index.shares.of(number) for number in taken} == taken
         assert index.ghost_count == sum(row.state == "ghost" for row in rows)
         assert index.dropped_links == model.dropped
         leased = [row for row in disk if row.lease > math.floor((self.now - EPOCH) * 10)]

@@ -78,6 +78,7 @@ TABLE: dict[str, Row] = {
     "tree": Row(ADMINISTRATORS, action(op="tree", key=key(1).hex())),
     "recent": Row(ADMINISTRATORS, action(op="recent")),
     "pins": Row(ADMINISTRATORS, action(op="pins")),
+    "quota": Row(ADMINISTRATORS, action(op="quota", namespace="00")),
     "scrub": Row(ADMINISTRATORS, action(op="scrub")),
     "evict": Row(ADMINISTRATORS, action(op="evict", older_than=10**9)),
     "warm": Row(ADMINISTRATORS, action(op="warm", keys=[])),

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import re
+import shutil
 import socket
 import ssl
 import subprocess
@@ -31,6 +32,7 @@ from kvstore.errors import (
 )
 from kvstore.guard import STRANGER_BYTES, GuardFiles
 from kvstore.protocol import Frame, Op
+from kvstore.wire import Wire
 from tests.command import run_command
 from tests.stores import block, key
 from tests.talk import ROOT, Bare, Talker, bare, free_port, head, put_parts
@@ -48,6 +50,8 @@ def commands() -> str:
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the documentation makes, and a second CA that nobody trusts."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl, which makes certificates")
     folder = tmp_path_factory.mktemp("keys")
     for place in (folder, folder / "other"):
         place.mkdir(exist_ok=True)
@@ -316,6 +320,47 @@ def test_a_handshake_that_stalls_keeps_nobody_waiting(daemon: Served, keys: Path
         assert time.monotonic() - began < 3
         assert silent.recv(100) == b""
         assert 3 < time.monotonic() - began < 15
+
+
+def test_all_clients_together_have_a_limit(tmp_path: Path) -> None:
+    with bare(tmp_path, max_clients=2) as daemon:
+        with Talker(daemon.socket) as one, Talker(daemon.socket) as two:
+            assert one.status()["clients"] == 2
+            with Talker(daemon.socket) as three:
+                assert three.ended()
+            assert two.status()["clients"] == 2
+        with Talker(daemon.socket) as again:
+            assert again.status()["state"] == "ready"
+
+
+class Endless(socket.socket):
+    """Takes and gives at once, as a fast client does while we decrypt."""
+
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        return min(len(buffer), 16 << 10)
+
+    def sendmsg(self, buffers: Any, *_: Any) -> int:
+        return min(len(buffers[0]), 16 << 10)
+
+
+@pytest.mark.parametrize("way", ["in", "out"])
+def test_a_fast_client_leaves_the_event_loop_to_others(way: str) -> None:
+    async def talk() -> int:
+        turns, wire, memory = 0, Wire(sock, 5), memoryview(bytearray(8 << 20))
+
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.ensure_future(others())
+        await (wire.receive(memory) if way == "in" else wire.send([memory]))
+        task.cancel()
+        return turns
+
+    with Endless() as sock:
+        assert 8 <= asyncio.run(talk()) <= 10, "once a MiB"
 
 
 def test_a_drain_does_not_wait_for_strangers(keys: Path, tmp_path: Path) -> None:

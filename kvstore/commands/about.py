@@ -188,6 +188,7 @@ SAMPLES = {
     "parity": '"xor"',
     "capacity": '"512GiB"',
     "min_free": '"10GiB"',
+    "namespace_quota": '"100GiB"',
     "listen": '"tcp://127.0.0.1:7700"',
     "tls_certificate": '"/etc/kvstore/daemon.pem"',
     "tls_key": '"/etc/kvstore/daemon.key"',

@@ -69,6 +69,7 @@ def _setting(name: str, metavar: str, text: str, section: str = "Options") -> Ca
 @_setting("write", "through|late", "When accepted blocks are written.")
 @_setting("max-dirty-age", "TIME", "Longest time until then, with --write late.")
 @_setting("when-full", "evict|read-only", "What gives way when there is no room.")
+@_setting("namespace-quota", "SIZE", "Bytes a namespace may take, if quota says nothing else.")
 @_setting("scrub-rate", "SIZE", "Bytes a second that a scrub reads; 0 for no limit.")
 @click.option("--check-only", is_flag=True, help="Check the settings and stop.")
 @_setting("socket-group", "GROUP", "Its members may connect.", ACCESS)
@@ -308,6 +309,7 @@ def _server_options(loaded: Loaded) -> ServerOptions:
             max_dirty_age=settings.max_dirty_age,
             when_full=settings.when_full,
             scrub_rate=settings.scrub_rate,
+            namespace_quota=settings.namespace_quota,
         ),
         workers=settings.workers,
         max_clients=settings.max_clients,

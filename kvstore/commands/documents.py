@@ -198,6 +198,12 @@ DOCUMENTS: dict[str, Fields] = {
         "unpinned": ("integer", "pins that were lifted"),
         "not_pinned": ("integer", "keys without a pin, or with one of an administrator"),
     },
+    "quota": {
+        "namespace": ("hex", "id of the namespace"),
+        "quota_bytes": ("integer or null", "its own quota"),
+        "limit_bytes": ("integer or null", "what holds: its own, or the setting namespace_quota"),
+        "taken_bytes": ("integer", "what its records take, those on their way included"),
+    },
     "pins": {"pins": ("list of pin", "the pins"), "count": ("integer", "how many")},
     "flush": {"errors": ("list of lost block", "accepted, but not written; told once")},
     "migrate": {

@@ -251,12 +251,13 @@ def _share_lines(shares: list[Mapping[str, Any]]) -> Iterator[str]:
     from kvstore import render
 
     yield from render.table(
-        ["namespace", "blocks", "live", "key bytes", "record"],
+        ["namespace", "blocks", "live", "quota", "key bytes", "record"],
         [
             (
                 share["id"],
                 share["blocks"],
                 render.size(share["live_bytes"]),
+                "none" if share["quota_bytes"] is None else render.size(share["quota_bytes"]),
                 share["key_length"] or "any",
                 render.compact(share["record"]),
             )

@@ -70,6 +70,7 @@ SHAPES: dict[str, Fields] = {
         "key_length": ("integer or null", "bytes of its keys; null while there is no block"),
         "blocks": ("integer", "blocks"),
         "live_bytes": ("integer", "what their records take"),
+        "quota_bytes": ("integer or null", "its own quota, see kvstore quota"),
     },
     "member": {
         "key": ("hex", "key of the block"),

@@ -53,6 +53,7 @@ PLACES = {
     "pin": Place("pins", "pin", "Keep blocks from being evicted for a time."),
     "pins": Place("pins", "pins", "List pinned blocks."),
     "put": Place("blocks", "put", "Store one block under KEY (hexadecimal, 1 to 64 bytes)."),
+    "quota": Place("quotas", "quota", "Limit what the blocks of a namespace may take."),
     "recover": Place(
         "recover",
         "recover",

@@ -48,9 +48,9 @@ class Policy(Protocol):
     def gone(self, rows: RowView, gone: U32, now: float) -> None:
         """Hear of rows that are in no tier any more; called before their ids are freed."""
 
-    def candidates(self, rows: RowView, count: int, now: float) -> U32:
+    def candidates(self, rows: RowView, count: int, now: float, among: U32 | None = None) -> U32:
         """Return at least ``count`` distinct rows that the engine has, lowest score first. Fewer
-        mean that there are no more."""
+        mean that there are no more. Only those ``among`` some are meant, if these are given."""
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {"adaptive": Adaptive, "fifo": Fifo, "lru": Lru}
@@ -72,15 +72,17 @@ def choose(
     need: int,
     now: float,
     window: int = WINDOW,
+    among: U32 | None = None,
 ) -> U32:
-    """Return rows whose records take at least ``need`` bytes, or all that may go.
+    """Return rows whose records take at least ``need`` bytes, or all that may go; only ``among``
+    some, if these are given.
 
     The policy offers candidates, lowest score first; the index lets only those go whose children
     go too. The ``window`` of candidates grows until they suffice.
     """
     count = window
     while need > 0:
-        candidates = policy.candidates(index, count, now)
+        candidates = policy.candidates(index, count, now, among)
         victims = index.victims(candidates, need, now)
         freed = int(index.record_bytes(index.sizes[victims]).sum())
         if freed >= need or len(candidates) < count:

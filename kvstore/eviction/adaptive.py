@@ -132,13 +132,13 @@ class Adaptive:
 
     # -- choosing ---------------------------------------------------------------------------------
 
-    def candidates(self, rows: RowView, count: int, now: float) -> U32:
+    def candidates(self, rows: RowView, count: int, now: float, among: U32 | None = None) -> U32:
         if self._late < _WORTH_A_TRY * (self._late + self._found):
-            return self._lru.candidates(rows, count, now)
+            return self._lru.candidates(rows, count, now, among)
         known, tick = self._known, self._tick(now)
         known.reach(rows.row_limit)
-        flags = rows.flags & np.uint8(DISK | WRITING | GHOST | HIDDEN)
-        there = np.flatnonzero(flags == DISK).astype(np.uint32)
+        here = rows.flags & np.uint8(DISK | WRITING | GHOST | HIDDEN) == DISK
+        there = np.flatnonzero(here).astype(np.uint32) if among is None else among[here[among]]
         worth = self._reuse.worth_of(_cells(known.marks[there], known.seen[there], tick))
         if count < len(there):
             least = np.partition(worth, count)[count]

@@ -47,13 +47,15 @@ class Lru:
     def gone(self, rows: RowView, gone: U32, now: float) -> None:
         """Nothing is remembered of them."""
 
-    def candidates(self, rows: RowView, count: int, now: float) -> U32:
-        """Return up to ``count`` rows that the engine has, longest unused first."""
-        return self.oldest(rows.last_use, rows.flags, count)
+    def candidates(self, rows: RowView, count: int, now: float, among: U32 | None = None) -> U32:
+        """Return ``count`` rows or more that the engine has, longest unused first."""
+        return self.oldest(rows.last_use, rows.flags, count, among)
 
-    def oldest(self, last_use: U64, flags: U8, count: int) -> U32:
-        """Return up to ``count`` rows, longest unused first: 0.1 to 0.5 us each when asked for a
-        thousand or more of a million."""
+    def oldest(self, last_use: U64, flags: U8, count: int, among: U32 | None = None) -> U32:
+        """Return ``count`` rows or more, longest unused first: 0.1 to 0.5 us each when asked for a
+        thousand or more of a million. Those ``among`` some are sought anew each time."""
+        if among is not None:
+            return _sorted(among[self._there(flags[among])], last_use, count)
         found = self._kept(last_use, flags, count)
         if len(found) < count:
             self._refill(last_use, flags, count)
@@ -78,15 +80,18 @@ class Lru:
     def _refill(self, last_use: U64, flags: U8, count: int) -> None:
         wanted = max(count, _LEAST_KEPT, len(flags) // _SHARE)
         there = np.flatnonzero(self._there(flags)).astype(np.uint32)
-        rows = _oldest(there, last_use, wanted)
-        stamps = last_use[rows]
-        order = np.argsort(stamps)
-        self._rows, self._stamps, self._start = rows[order], stamps[order], 0
+        self._rows = _sorted(there, last_use, wanted)
+        self._stamps, self._start = last_use[self._rows], 0
 
     def _there(self, flags: U8) -> Bools:
         state = flags & (self._where | np.uint8(WRITING | GHOST | HIDDEN))
         there: Bools = state == self._where
         return there
+
+
+def _sorted(rows: U32, last_use: U64, wanted: int) -> U32:
+    oldest = _oldest(rows, last_use, wanted)
+    return oldest[np.argsort(last_use[oldest])]
 
 
 def _oldest(rows: U32, last_use: U64, wanted: int) -> U32:
