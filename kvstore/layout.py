@@ -457,11 +457,8 @@ def warn_created(path: Path, record: StoreRecord) -> None:
 
 
 def directory_bytes(path: Path) -> int:
-    """Return the bytes that ``path`` and all below it take on the device, as ``du`` counts them.
-
-    Links are not followed, files with several names count once, what vanishes meanwhile or may not
-    be read counts nothing.
-    """
+    """Return the bytes that ``path`` and all below it take on the device, as ``du`` counts them:
+    links are not followed, files with several names count once, what is not there nothing."""
     total, seen, waiting = 0, set(), [path]
     while waiting:
         current = waiting.pop()

@@ -23,6 +23,7 @@ from kvstore.commands.documents import DOCUMENTS, ERROR, LINES, RECOVERING
 from kvstore.commands.shapes import unlike
 from kvstore.commands.tree import kvstore
 from kvstore.commands.watch import percentile, rates
+from kvstore.quantities import Duration
 from tests.command import COMMAND, Daemon, Ran, run_command
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -392,7 +393,7 @@ def test_the_example_holds_every_setting_with_its_default(tmp_path: Path) -> Non
     loaded = config.load({"config": str(file)}, {})
     assert {str(place) for place in loaded.origins.values()} == {str(file)}
     assert loaded.settings.memory == config.GIB
-    assert loaded.settings.drain_timeout == config.Duration(60)
+    assert loaded.settings.drain_timeout == Duration(60)
 
 
 def test_check_names_each_problem(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ import pytest
 
 from kvstore import config, node
 from kvstore.commands.daemon import serve
-from kvstore.config import MIB, Source, parse_duration, parse_size
+from kvstore.config import MIB, Source
 from kvstore.errors import ConfigError
 from kvstore.guard import GuardFiles
+from kvstore.quantities import parse_duration, parse_size
 from kvstore.regions import DEFAULT_REGION_BYTES
 from kvstore.server import ServerOptions
 

@@ -242,7 +242,7 @@ def _described(option: click.Option) -> str:
 
 
 def _toml(value: object) -> str:
-    from kvstore.config import Duration, Size
+    from kvstore.quantities import Duration, Size
 
     if isinstance(value, bool):
         return str(value).lower()

@@ -175,7 +175,7 @@ def _options(
 
 def _part(text: str) -> tuple[float, int | None]:
     """Return a share of the payloads, or how many bytes of them. Raises UsageError."""
-    from kvstore.config import parse_size
+    from kvstore.quantities import parse_size
 
     try:
         if text.endswith("%"):
@@ -194,7 +194,7 @@ def _part(text: str) -> tuple[float, int | None]:
 
 
 def _seconds(name: str, text: str) -> float:
-    from kvstore.config import parse_duration
+    from kvstore.quantities import parse_duration
 
     with suppress(ValueError, ConfigError):
         if (found := parse_duration(text)) > 0:

@@ -256,23 +256,24 @@ def _told(loaded: Loaded, attribute: str) -> str:
 
 def _left_to_the_store(loaded: Loaded, name: str) -> tuple[object, object]:
     """Return what a setting will be that nobody set, and why."""
-    from kvstore import config, layout, node
+    from kvstore import layout, node
     from kvstore.errors import KVStoreError
     from kvstore.opening import CAPACITY_SHARE
+    from kvstore.quantities import Size
     from kvstore.space import default_floor
 
     store = loaded.settings.store
     total = node.filesystem_bytes(store)
     if name == "min_free":
-        return config.Size(default_floor(total)), "default for this filesystem"
+        return Size(default_floor(total)), "default for this filesystem"
     try:
         record = layout.read(store)
     except KVStoreError:  # none yet, or the opening will tell what is wrong with it
         if name in NEW_STORE:
             return NEW_STORE[name], "default for a new store"
-        return config.Size(int(total * CAPACITY_SHARE)), "half of the filesystem, for a new store"
+        return Size(int(total * CAPACITY_SHARE)), "half of the filesystem, for a new store"
     fixed = name in NEW_STORE
-    found = _of_store(record, name) if fixed else config.Size(record.capacity_bytes)
+    found = _of_store(record, name) if fixed else Size(record.capacity_bytes)
     return found, str(store / layout.STORE_FILE)
 
 
@@ -354,11 +355,12 @@ def _of_store(record: StoreRecord, name: str) -> str:
 
 
 def shown(value: object) -> str:
-    from kvstore import config, render
+    from kvstore import render
+    from kvstore.quantities import Duration, Size
 
-    if isinstance(value, config.Size):
+    if isinstance(value, Size):
         return render.size(value)
-    if isinstance(value, config.Duration):
+    if isinstance(value, Duration):
         return render.duration(value)
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 

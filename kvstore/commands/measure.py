@@ -470,7 +470,7 @@ def churn(call: Call, capacity: str, times: int, engine: tuple[str, ...], direct
 
 def _size(option: str, text: str) -> int:
     """Return the bytes that an option says. Raises UsageError."""
-    from kvstore.config import parse_size
+    from kvstore.quantities import parse_size
 
     try:
         return parse_size(text)

@@ -135,14 +135,14 @@ def read_key(text: str) -> bytes:
 
 def read_size(text: str | None, option: str) -> int | None:
     """Return the bytes that an option names. Raises UsageError."""
-    from kvstore.config import parse_size
+    from kvstore.quantities import parse_size
 
     return None if text is None else int(_read(parse_size, text, option, "10GiB"))
 
 
 def read_time(text: str | None, option: str) -> float | None:
     """Return the seconds that an option names. Raises UsageError."""
-    from kvstore.config import parse_duration
+    from kvstore.quantities import parse_duration
 
     return None if text is None else float(_read(parse_duration, text, option, "90min"))
 

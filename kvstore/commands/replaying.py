@@ -138,7 +138,7 @@ def _drive(block_size: str | None, terabytes: float | None) -> Drive:
 
 
 def _bytes(option: str, text: str) -> int:
-    from kvstore.config import parse_size
+    from kvstore.quantities import parse_size
 
     try:
         return parse_size(text)
