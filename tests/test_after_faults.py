@@ -13,6 +13,7 @@ import pytest
 from kvstore import files, layout
 from kvstore.backends.base import Engine, Scanned
 from kvstore.backends.filesystem import FilesystemEngine
+from kvstore.backends.leveldb import LeveldbEngine
 from kvstore.checkpoint import CheckpointWriter
 from kvstore.errors import EngineError
 from kvstore.events import Kind, blank
@@ -226,4 +227,38 @@ def test_a_scan_that_is_given_up_is_ended_at_once(
     local = Local(tmp_path / "store")
     assert "the scan of the store failed" in local.core.read_only
     assert [inspect.getgeneratorstate(one) for one in scans] == [inspect.GEN_CLOSED]
+    local.kill()
+
+
+# -- libraries that are opened --------------------------------------------------------------------
+
+
+def test_a_kill_while_leveldb_opens_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It changes and removes files as soon as it opens them: the note of their sizes goes first."""
+    Local(tmp_path / "store", engine="leveldb").stop()
+    note = tmp_path / "store/blocks/leveldb/sizes.json"
+    assert note.exists()
+    real = LeveldbEngine._database
+
+    def die(*_: object, **__: object) -> None:
+        assert not note.exists()
+        raise EngineError("as if killed", "open it again")
+
+    monkeypatch.setattr(LeveldbEngine, "_database", die)
+    with pytest.raises(EngineError, match="as if killed"):
+        Local(tmp_path / "store")
+    assert note.exists(), "what did not open is compared the next time"
+    monkeypatch.setattr(LeveldbEngine, "_database", real)
+    Local(tmp_path / "store").kill()
+
+
+def test_what_a_library_tells_of_itself_may_be_lost_with_the_power(tmp_path: Path) -> None:
+    local = Local(tmp_path / "store", engine="leveldb")
+    local.put([key(1)], [block(1)])
+    local.stop()
+    os.truncate(tmp_path / "store/blocks/leveldb/LOG", 0)
+    local = Local(tmp_path / "store")
+    assert local.get([key(1)]) == [block(1)]
     local.kill()
