@@ -19,6 +19,7 @@ from kvstore.errors import EngineError
 from kvstore.events import Kind, blank
 from kvstore.reconcile import Reconcile
 from kvstore.room import Emptying
+from tests.ruins import lose_journal, recover
 from tests.soak import disk_bytes
 from tests.stores import MIB, Local, block, key
 
@@ -261,4 +262,30 @@ def test_what_a_library_tells_of_itself_may_be_lost_with_the_power(tmp_path: Pat
     os.truncate(tmp_path / "store/blocks/leveldb/LOG", 0)
     local = Local(tmp_path / "store")
     assert local.get([key(1)]) == [block(1)]
+    local.kill()
+
+
+def test_a_salvage_looks_into_pages_that_lmdb_has_used_again(tmp_path: Path) -> None:
+    """The first page of a run that was given up says that the run goes on; others are in use."""
+    path = tmp_path / "store"
+    local = Local(path, engine="lmdb")
+    local.put([key(100)], [block(100, 200_000)])
+    local.put([key(n) for n in range(20)], [block(n, 700) for n in range(20)])
+    local.kill()
+    lose_journal(path)
+    file = path / "blocks/lmdb/data.mdb"
+    data = bytearray(file.read_bytes())
+    begins = data.index(block(100, 200_000)[:1000]) // 4096
+    leaf = min(data.index(block(n, 700)) // 4096 for n in range(20))
+    # As LMDB would do once the large block is deleted: a page of its run becomes the leaf.
+    page = data[leaf * 4096 : leaf * 4096 + 4096]
+    page[:8] = (begins + 20).to_bytes(8, "little")
+    data[(begins + 20) * 4096 : (begins + 21) * 4096] = page
+    data[leaf * 4096 : leaf * 4096 + 4096] = bytes(4096)
+    data[: 2 * 4096] = bytes(2 * 4096)
+    file.write_bytes(data)
+    recover(path)
+    local = Local(path)
+    assert local.get([key(n) for n in range(20)]) == [block(n, 700) for n in range(20)]
+    assert local.get([key(100)]) == [None]
     local.kill()

@@ -24,7 +24,7 @@ from tests.faults.recording import Recorder, Recording
 from tests.faults.strike import Strike
 from tests.faults.tracing import Tracer
 
-HUNG_SECONDS = 60.0
+HUNG_SECONDS = 240.0
 TRIES = 8
 ROUNDS = 14
 """How long a phase goes on that nothing strikes while it runs."""

@@ -39,7 +39,7 @@ ERRORS: dict[str, tuple[str, ...]] = {
     "stall": (*DATA, *SYNCS),
 }
 FAULTS = (*ERRORS, "short write", "limit")
-PATIENCE = 20.0
+PATIENCE = 120.0
 STALL_MICROSECONDS = 60_000
 
 
@@ -100,7 +100,7 @@ class Tracer:
         command += ["-e", f"inject={calls}:{self._fault.inject}", "-p", str(child)]
         strace = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         with suppress(subprocess.TimeoutExpired):
-            strace.wait(120)
+            strace.wait(3 * PATIENCE)
         strace.kill()
         strace.wait()
 
