@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvstore import files, layout
+from kvstore.answers import BlockStatus
 from kvstore.backends.base import Engine, Scanned
 from kvstore.backends.filesystem import FilesystemEngine
 from kvstore.backends.leveldb import LeveldbEngine
@@ -289,3 +290,21 @@ def test_a_salvage_looks_into_pages_that_lmdb_has_used_again(tmp_path: Path) -> 
     assert local.get([key(n) for n in range(20)]) == [block(n, 700) for n in range(20)]
     assert local.get([key(100)]) == [None]
     local.kill()
+
+
+def test_what_the_journal_holds_the_engine_holds_too_when_its_sync_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = Local(tmp_path / "store")
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "fdatasync", _refuse)
+        assert local.put([key(1)], [block(1)], durable=True) == [BlockStatus.FAILED]
+    local.kill()
+    local = Local(tmp_path / "store")
+    assert local.contains([key(1)]) == [local.get([key(1)]) == [block(1)]]
+    assert local.core.counters.missing_blocks == 0
+    local.kill()
+
+
+def _refuse(_: int) -> None:
+    raise OSError(5, "Input/output error")
