@@ -379,8 +379,6 @@ class Write(Job):
         core = self._core
         try:
             end = core.journal.append(puts)
-            if any(self._synced):
-                core.journal.sync(end)
         except KVStoreError:
             # The bytes are there but the journal cannot promise them: take them back, so that
             # memory, journal and disk agree that these writes failed.
@@ -389,6 +387,10 @@ class Write(Job):
                 core.engine.delete_many(entry.blocks.at(entry.written).take(ok))
                 entry.statuses[~skip] = Status.FAILED
             raise
+        # Where only the sync fails the journal has them, and so must the engine: these writes have
+        # failed for who waits, and the next opening may find them.
+        if any(self._synced):
+            core.journal.sync(end)
 
     # -- finish: on the owner thread --------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 COMMAND = Path(sys.executable).with_name("kvstore")
 READY_SECONDS = 30.0
@@ -61,6 +62,7 @@ class Daemon:
     folder: Path
     options: Sequence[str] = ("--capacity", "256MiB", "--memory", "64MiB", "--min-free", "0")
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    ready_seconds: ClassVar[float] = READY_SECONDS
 
     @property
     def store(self) -> Path:
@@ -96,7 +98,7 @@ class Daemon:
     def start(self, *extra: str) -> None:
         """Start the daemon and wait until it is ready (or degraded)."""
         self.launch(*extra)
-        deadline = time.monotonic() + READY_SECONDS
+        deadline = time.monotonic() + self.ready_seconds
         while time.monotonic() < deadline:
             assert self.process is not None
             assert self.process.poll() is None, f"the daemon ended:\n{self.log}"

@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 
 from kvstore import files, layout
+from kvstore.answers import BlockStatus
 from kvstore.backends.base import Engine, Scanned
 from kvstore.backends.filesystem import FilesystemEngine
+from kvstore.backends.leveldb import LeveldbEngine
 from kvstore.checkpoint import CheckpointWriter
 from kvstore.errors import EngineError
 from kvstore.events import Kind, blank
 from kvstore.reconcile import Reconcile
 from kvstore.room import Emptying
+from tests.ruins import lose_journal, recover
 from tests.soak import disk_bytes
 from tests.stores import MIB, Local, block, key
 
@@ -227,3 +230,81 @@ def test_a_scan_that_is_given_up_is_ended_at_once(
     assert "the scan of the store failed" in local.core.read_only
     assert [inspect.getgeneratorstate(one) for one in scans] == [inspect.GEN_CLOSED]
     local.kill()
+
+
+# -- libraries that are opened --------------------------------------------------------------------
+
+
+def test_a_kill_while_leveldb_opens_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It changes and removes files as soon as it opens them: the note of their sizes goes first."""
+    Local(tmp_path / "store", engine="leveldb").stop()
+    note = tmp_path / "store/blocks/leveldb/sizes.json"
+    assert note.exists()
+    real = LeveldbEngine._database
+
+    def die(*_: object, **__: object) -> None:
+        assert not note.exists()
+        raise EngineError("as if killed", "open it again")
+
+    monkeypatch.setattr(LeveldbEngine, "_database", die)
+    with pytest.raises(EngineError, match="as if killed"):
+        Local(tmp_path / "store")
+    assert note.exists(), "what did not open is compared the next time"
+    monkeypatch.setattr(LeveldbEngine, "_database", real)
+    Local(tmp_path / "store").kill()
+
+
+def test_what_a_library_tells_of_itself_may_be_lost_with_the_power(tmp_path: Path) -> None:
+    local = Local(tmp_path / "store", engine="leveldb")
+    local.put([key(1)], [block(1)])
+    local.stop()
+    os.truncate(tmp_path / "store/blocks/leveldb/LOG", 0)
+    local = Local(tmp_path / "store")
+    assert local.get([key(1)]) == [block(1)]
+    local.kill()
+
+
+def test_a_salvage_looks_into_pages_that_lmdb_has_used_again(tmp_path: Path) -> None:
+    """The first page of a run that was given up says that the run goes on; others are in use."""
+    path = tmp_path / "store"
+    local = Local(path, engine="lmdb")
+    local.put([key(100)], [block(100, 200_000)])
+    local.put([key(n) for n in range(20)], [block(n, 700) for n in range(20)])
+    local.kill()
+    lose_journal(path)
+    file = path / "blocks/lmdb/data.mdb"
+    data = bytearray(file.read_bytes())
+    begins = data.index(block(100, 200_000)[:1000]) // 4096
+    leaf = min(data.index(block(n, 700)) // 4096 for n in range(20))
+    # As LMDB would do once the large block is deleted: a page of its run becomes the leaf.
+    page = data[leaf * 4096 : leaf * 4096 + 4096]
+    page[:8] = (begins + 20).to_bytes(8, "little")
+    data[(begins + 20) * 4096 : (begins + 21) * 4096] = page
+    data[leaf * 4096 : leaf * 4096 + 4096] = bytes(4096)
+    data[: 2 * 4096] = bytes(2 * 4096)
+    file.write_bytes(data)
+    recover(path)
+    local = Local(path)
+    assert local.get([key(n) for n in range(20)]) == [block(n, 700) for n in range(20)]
+    assert local.get([key(100)]) == [None]
+    local.kill()
+
+
+def test_what_the_journal_holds_the_engine_holds_too_when_its_sync_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = Local(tmp_path / "store")
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "fdatasync", _refuse)
+        assert local.put([key(1)], [block(1)], durable=True) == [BlockStatus.FAILED]
+    local.kill()
+    local = Local(tmp_path / "store")
+    assert local.contains([key(1)]) == [local.get([key(1)]) == [block(1)]]
+    assert local.core.counters.missing_blocks == 0
+    local.kill()
+
+
+def _refuse(_: int) -> None:
+    raise OSError(5, "Input/output error")

@@ -92,14 +92,15 @@ class LeveldbEngine(MergedEngine):
         try:
             if self.context.read_only:
                 self._mirror = self._make_mirror()
-            self._db = self._database(create=False)
+                self._db = self._database(create=False)
+            else:
+                with self.sizes.forgotten():
+                    self._db = self._database(create=False)
         except plyvel.IOError as error:
             raise EngineError(f"{self.folder} cannot be opened: {error}") from error
         except plyvel.Error as error:
             hint = "run kvstore recover: it copies every block that is whole"
             raise CorruptStore(f"{self.folder} cannot be opened: {error}", hint) from error
-        if self._mirror is None:
-            self.sizes.forget()
 
     def _make_mirror(self) -> Path:
         _sweep()

@@ -17,9 +17,11 @@ from kvstore.backends.lmdbfile import BRANCH, LEAF, MAGIC, PAGE_HEADER
 from kvstore.backends.raw import Names, StreamSalvage, ends_with_number
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 _OVERFLOW = 4
+PAGE_BYTES = 4096
+"""Of nearly every machine; on others such a page is overlooked, as it would be without a look."""
 _META = struct.Struct("<I")
 _PAGE_SIZE, _ENTRIES, _ROOT, _TURN = 40, 120, 128, 144
 """Where a meta page has its page size (u32), of the main tree the number of its entries and its
@@ -44,6 +46,15 @@ class LmdbSalvage(StreamSalvage):
         flags, count = before[-6:-4], int.from_bytes(before[-4:], "little")
         overflow = flags == _OVERFLOW.to_bytes(2, "little") and 0 < count <= 1 << 10
         return overflow or ends_with_number(before, number)
+
+    def behind(self, read: Callable[[int, int], bytes], start: int, length: int) -> int:
+        """A run of pages that was given up keeps its first page when others of it are used again:
+        these have a header of their own, with their own number, and are searched."""
+        for at in range(start + -start % PAGE_BYTES, start + length, PAGE_BYTES):
+            number, _, flags, _ = _PAGE.unpack(read(at, _PAGE.size).ljust(_PAGE.size, b"\0"))
+            if number == at // PAGE_BYTES and flags in (BRANCH, LEAF, _OVERFLOW):
+                return at
+        return start + length
 
     @cached_property
     def names(self) -> Names:

@@ -313,13 +313,13 @@ class Search:
 
     def __init__(self, read: Callable[[int, int], bytes], size: int) -> None:
         self.position = 0
-        self._read = read
+        self.read = read
         self._size = size
 
     def __iter__(self) -> Iterator[Hit]:
         while self.position < self._size:
             begun, start = self.position, max(self.position - BEFORE, 0)
-            window = self._read(start, WINDOW)
+            window = self.read(start, WINDOW)
             last = start + len(window) >= self._size or len(window) < WINDOW
             end = len(window) if last else len(window) - HEADER_PAGE - _NUMBER.size
             yield from self._look(window, start, end)
@@ -430,6 +430,10 @@ class StreamSalvage(TableSalvage):
         """Tell whether the bytes before a value end as those before a piece of that number do."""
         return ends_with_number(before, number)
 
+    def behind(self, read: Callable[[int, int], bytes], start: int, length: int) -> int:
+        """Return where the search goes on behind a piece whose payload begins at ``start``."""
+        return start + length
+
     def find(self) -> Iterator[Raw | Remains]:
         pieces = Pieces()
         for file, path in enumerate(self.files.paths):
@@ -462,7 +466,7 @@ class StreamSalvage(TableSalvage):
                 sure = self.is_key(hit.before, number)
                 pieces.add(hit.head, number, extents(start, length), sure=sure)
                 if sure:
-                    search.position = start + length
+                    search.position = self.behind(search.read, start, length)
             self.seen(search.position - told)
             told = search.position
         self.seen(max(0, search.position - told))

@@ -70,7 +70,7 @@ class RocksdbEngine(MergedEngine):
         kind = rocksdict.AccessType
         access = kind.read_only() if self.context.read_only else kind.read_write()
         try:
-            with _edge("opening"):
+            with _edge("opening"), self._note_put_aside():
                 options = self._options(create=False)
                 self._db = rocksdict.Rdict(str(self.folder), options, access_type=access)
         except LibraryError as error:
@@ -79,8 +79,9 @@ class RocksdbEngine(MergedEngine):
                 raise EngineError(message) from error
             hint = "move the engine's directory away and create the store anew"
             raise CorruptStore(message, hint) from error
-        if not self.context.read_only:
-            self.sizes.forget()
+
+    def _note_put_aside(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.context.read_only else self.sizes.forgotten()
 
     def close_table(self) -> None:
         self.merging.stop()

@@ -12,11 +12,16 @@ import os
 from typing import TYPE_CHECKING
 
 from kvstore.errors import CorruptStore
+from kvstore.files import sync_directory
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 NOTE = "sizes.json"
+_PROTOCOL = "LOG"
+"""Names of the files in which libraries tell what they do begin so: these are nobody's data, are
+never synced, and begin anew whenever the library is opened."""
 
 
 class Sizes:
@@ -48,8 +53,26 @@ class Sizes:
             sizes = {name: found.st_size for name, found in self._now().items()}
             (self._folder / NOTE).write_text(json.dumps(sizes))
 
-    def forget(self) -> None:
-        (self._folder / NOTE).unlink(missing_ok=True)
+    @contextlib.contextmanager
+    def forgotten(self) -> Iterator[None]:
+        """Forget the note, durably, before a library is opened for writing inside; it comes back if
+        that raises.
+
+        The library changes and removes files as soon as it opens them: with a note beside them, a
+        kill or a power loss at that moment would pass for damage ever after. Raises OSError.
+        """
+        path, note = self._folder / NOTE, b""
+        with contextlib.suppress(FileNotFoundError):
+            note = path.read_bytes()
+            path.unlink()
+            sync_directory(self._folder)
+        try:
+            yield
+        except BaseException:
+            if note:
+                with contextlib.suppress(OSError):
+                    path.write_bytes(note)
+            raise
 
     def check(self) -> None:
         """Raise CorruptStore if a file is shorter than it was, or gone."""
@@ -60,7 +83,7 @@ class Sizes:
             return
         sizes = {name: found.st_size for name, found in self._now().items()}
         for name, size in noted.items() if isinstance(noted, dict) else ():
-            if sizes.get(name, -1) < size:
+            if sizes.get(name, -1) < size and not name.startswith(_PROTOCOL):
                 raise CorruptStore(
                     f"{self._folder / name} is gone or shorter than it was at the last stop",
                     "bring it back from a copy, or run kvstore recover",

@@ -109,7 +109,7 @@ def compare(opened: Opened, told: Told, choice: Choice, verdict: Verdict, *, pow
     for number, there, data in zip(numbers, said, opened.get(keys), strict=True):
         block, name = told.blocks[number], f"block {number}"
         found = [one for one in block.begun if data == content(number, one, choice.sizes)]
-        least = block.must_have(power=power)
+        least = block.must_have(power=power or told.doubted)
         if data is not None and not found:
             verdict.wrong.append(f"{name} has {len(data)} bytes that nobody put")
         elif data is not None and max(found) < least:

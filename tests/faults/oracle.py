@@ -83,6 +83,8 @@ class Told:
     """Durable acknowledgements before the phase began and in it."""
     under_way: bool = False
     """Something was being written."""
+    doubted: bool = False
+    """A sync has failed: what was only written becomes a miss, for nobody knows what is there."""
     operations: int = 0
     armed_at: int = NOTHING
     """Where the log was when the phase began."""

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 DROPPED = 0.5
 TORN = 0.1
 SECTOR = 512
-PATIENCE = 20.0
+PATIENCE = 120.0
 
 
 class Write(NamedTuple):

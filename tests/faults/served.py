@@ -33,11 +33,13 @@ sys.exit(main())
 """
 BATCH = 4
 DEFAULT = namespace_id(named("default")).hex()
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 180.0
 
 
 class Rebootable(Daemon):
     """A daemon whose store lies on another disk, and whose machine may have been booted since."""
+
+    ready_seconds = 180.0
 
     def __init__(self, folder: Path, disk: Path, options: Sequence[str], *, rebooted: bool) -> None:
         super().__init__(folder, options)
