@@ -161,6 +161,7 @@ def running(folder: Path) -> Iterator[Machine]:
     if os.geteuid() != 0 or missing:
         pytest.skip(f"needs root and {', '.join(missing or NEEDED)}")
     with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)  # the disk's image is large
         disk = stack.enter_context(mounted(folder, "ext4", image_mib=1024))
         root = stack.enter_context(overlay(folder))
         install(root)
