@@ -21,7 +21,7 @@ STRANGERS = ("click", "msgspec", "lmdb", "xxhash", "kvstore.store", "kvstore.cli
 
 USE = """
 import asyncio, importlib.util, sys
-from kvstore import aclient, answers, client, errors, keys, protocol, regions
+from kvstore import aclient, answers, client, errors, keys, protocol, regions, tls
 
 strangers = sys.argv[2].split(",")
 assert not [name for name in strangers if importlib.util.find_spec(name)]

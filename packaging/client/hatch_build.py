@@ -9,6 +9,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FILES = (
     *("__init__.py", "py.typed", "errors.py", "answers.py", "keys.py", "protocol.py"),
+    *("credentials.py", "tls.py"),
     *("regions.py", "exchange.py", "waiting.py", "requests.py", "session.py"),
     *("questions.py", "transfer.py", "operations.py", "client.py", "aclient.py", "integrations"),
 )
