@@ -410,8 +410,6 @@ class Fail(Point):
         self.result.crashes += [f"{fault.name} {fault.inject}: {one}" for one in seen["crashes"]]
         if tracer and not tracer.struck:
             return False
-        told = oracle.read(self.lab.facts)
-        told.doubted = fault.fails_syncs
-        verdict = self.lab.judge(store, self.choice, told, power=self._power)
+        verdict = self.lab.judge(store, self.choice, power=self._power)
         self.result.add(verdict.after(f"{fault.name} {fault.inject}"))
         return True
