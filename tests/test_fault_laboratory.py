@@ -20,6 +20,7 @@ POINTS = "24"
 
 @pytest.mark.slow
 @pytest.mark.root
+@pytest.mark.timeout(1200)
 def test_promises_are_kept_at_some_points_and_controls_are_found(tmp_path: Path) -> None:
     if lacking := disks.missing():
         pytest.skip(lacking)

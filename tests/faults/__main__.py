@@ -33,11 +33,12 @@ from tests.faults.table import table
 FILESYSTEMS = {
     "cut": ("ext4", "xfs"),
     "log": ("ext4", "xfs", "btrfs"),
+    "disk": ("ext4", "xfs", "btrfs"),
     "daemon": ("ext4", "xfs"),
     "kill": ("ext4", "xfs"),
     "call": ("ext4", "xfs"),
 }
-SHARES = {"cut": 0.5, "log": 0.5, "daemon": 0.05, "kill": 0.55, "call": 0.3}
+SHARES = {"cut": 0.5, "log": 0.5, "disk": 0.1, "daemon": 0.05, "kill": 0.55, "call": 0.3}
 """Points of each kind, as a part of the power losses that are asked for."""
 CONTROL_TRIES = 24
 SKIPPED = 77
@@ -64,8 +65,8 @@ def plan(points: int, seed: str) -> list[Task]:
     """Choose points: every engine, filesystem and phase in turn, for each kind of fault."""
     tasks: list[Task] = []
     for how, share in SHARES.items():
-        count = round(points * share) or 1
-        each = LOSSES if how == "log" else 1
+        count = round(points * share) or int(points > 0)
+        each = LOSSES if how in ("log", "disk") else 1
         tasks += itertools.islice(_turns(how, seed), -(-count // each))
     random.Random(f"{seed} order").shuffle(tasks)
     return tasks

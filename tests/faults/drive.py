@@ -156,6 +156,8 @@ class Drive:
 
     def look(self) -> None:
         """Read some of the oldest blocks, as a client of a store in trouble would."""
+        if self._local.core.engine.failed:
+            self._pen.note(oracle.FAILED)
         with suppress(KVStoreError):
             self._local.get([key(number) for number in list(self._versions)[:6]])
 

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ ENOUGH = 20
 """Durable acknowledgements before a power loss."""
 LONGEST = 0.05
 """Seconds after which a timed strike comes, at most."""
+BROKEN_SECONDS = 0.03
+ARMED_SECONDS = 120.0
 LOSSES = 5
 """Places of one recording at which the power is lost."""
 
@@ -104,6 +107,7 @@ class Lab:
             "call": lambda: self._until_struck(Fail(self, spot, seed)),
             "daemon": lambda: self._until_struck(served.Cut(self, spot, seed)),
             "log": lambda: self._record(spot, seed, losses),
+            "disk": lambda: self._record(spot, seed, losses, breaks=True),
         }
         return acts[spot.how]()
 
@@ -116,34 +120,67 @@ class Lab:
 
     # -- power lost on a disk that logs -----------------------------------------------------------
 
-    def _record(self, spot: Spot, seed: str, losses: int) -> Result:
-        """Record what a phase writes, and lose the power at some places of that log."""
+    def _record(self, spot: Spot, seed: str, losses: int, *, breaks: bool = False) -> Result:
+        """Record what a phase writes, and lose the power at some places of that log.
+
+        With ``breaks`` the disk refuses writes for a moment: the kernel tells so once and forgets
+        what it could not write, and the next sync succeeds.
+        """
         result, chance = Result(), random.Random(f"{seed} strike")
         choice = choose(spot.engine, spot.phase, seed, rounds=ROUNDS)
         self.facts.unlink(missing_ok=True)
         with Recorder(spot.filesystem, self.folder) as recorder:
-            seen = self.drive(recorder.point / "store", choice, lambda _: None, log=recorder.log)
+            store, delay = recorder.point / "store", chance.uniform(0, LONGEST)
+
+            def attend(_: int) -> None:
+                if breaks and self.wait_until_armed():
+                    time.sleep(delay)
+                    recorder.breaks(True)
+                    time.sleep(BROKEN_SECONDS)
+                    recorder.breaks(False)
+
+            seen = self.drive(store, choice, lambda _: None, log=recorder.log, attend=attend)
         result.crashes += seen["crashes"]
         recording = recorder.crashes()
         try:
             for upto in moments(oracle.read(self.facts), chance, losses):
-                self._lose(recording, upto, choice, chance, result)
+                told = oracle.read(self.facts, upto)
+                if told.durable >= ENOUGH and told.under_way:
+                    self._lose(recording, upto, told, choice, chance, result)
+                else:
+                    result.idle += 1
+            if breaks:
+                # What is acknowledged after the disk has come back counts most.
+                end, told = recorder.log.stat().st_size, oracle.read(self.facts)
+                self._lose(recording, end, told, choice, chance, result)
         finally:
             recording.close()
         return result
 
     def _lose(
-        self, recording: Recording, upto: int, choice: Choice, chance: random.Random, result: Result
+        self,
+        recording: Recording,
+        upto: int,
+        told: Told,
+        choice: Choice,
+        chance: random.Random,
+        result: Result,
     ) -> None:
-        told = oracle.read(self.facts, upto)
-        if told.durable < ENOUGH or not told.under_way:
-            result.idle += 1
-            return
+        """Look at the store on what the disk held when its log had ``upto`` bytes."""
         try:
             with recording.crashed(upto, chance) as point:
                 result.add(self.judge(point / "store", choice, told, power=True))
         except disks.Unmountable:
             result.unmountable += 1
+
+    def wait_until_armed(self) -> bool:
+        """Wait until the phase has begun; False if that takes too long."""
+        until = time.monotonic() + ARMED_SECONDS
+        while time.monotonic() < until:
+            if self.facts.exists() and oracle.read(self.facts).armed_at != oracle.NOTHING:
+                return True
+            time.sleep(0.002)
+        return False
 
     # -- what all points share --------------------------------------------------------------------
 
@@ -373,8 +410,6 @@ class Fail(Point):
         self.result.crashes += [f"{fault.name} {fault.inject}: {one}" for one in seen["crashes"]]
         if tracer and not tracer.struck:
             return False
-        told = oracle.read(self.lab.facts)
-        told.doubted = fault.fails_syncs
-        verdict = self.lab.judge(store, self.choice, told, power=self._power)
+        verdict = self.lab.judge(store, self.choice, power=self._power)
         self.result.add(verdict.after(f"{fault.name} {fault.inject}"))
         return True

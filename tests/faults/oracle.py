@@ -17,7 +17,7 @@ import numpy as np
 
 NOISE = np.random.default_rng(11).bytes(1 << 20)
 SIZES = (1, 700, 4096, 5000, 9000, 20_000, 65_536, 100_000)
-BEGIN, WRITTEN, DURABLE, GONE, DAMAGED, STARTED, ENDED, ARMED, STRUCK = "bwdxyseac"
+BEGIN, WRITTEN, DURABLE, GONE, DAMAGED, STARTED, ENDED, ARMED, STRUCK, FAILED = "bwdxyseacf"
 NOTHING = -1
 
 _writev = os.writev
@@ -84,7 +84,8 @@ class Told:
     under_way: bool = False
     """Something was being written."""
     doubted: bool = False
-    """A sync has failed: what was only written becomes a miss, for nobody knows what is there."""
+    """The engine has failed: what no sync covered becomes a miss, for nobody knows what is
+    there."""
     operations: int = 0
     armed_at: int = NOTHING
     """Where the log was when the phase began."""
@@ -116,6 +117,8 @@ def _take(told: Told, kind: str, number: int, version: int, at: int) -> None:
         told.durable += 1
     elif kind in (GONE, DAMAGED):
         block.gone, block.damaged = True, kind == DAMAGED
+    elif kind == FAILED:
+        told.doubted = True
     elif kind == ARMED:
         told.armed_at = at
     elif kind == STARTED:

@@ -88,7 +88,8 @@ class Cut(lab.Point):
 
         def attend(_: int) -> None:
             nonlocal under_way
-            self._wait_until_armed()
+            if not self.lab.wait_until_armed():
+                return
             time.sleep(delay)
             under_way = self._cut(descriptor)
             daemon.stop(signal.SIGKILL)
@@ -114,13 +115,6 @@ class Cut(lab.Point):
         options += ["--engine", choice.kind, "--io", choice.io]
         options += ["--write", "late"] if choice.late else []
         return Rebootable(self.lab.folder, store.parent, options, rebooted=rebooted)
-
-    def _wait_until_armed(self) -> None:
-        until = time.monotonic() + WAIT_SECONDS
-        while not self.lab.facts.exists() or oracle.read(self.lab.facts).armed_at < 0:
-            if time.monotonic() > until:
-                raise TimeoutError("nothing was put")
-            time.sleep(0.005)
 
     def _cut(self, descriptor: int) -> bool:
         before = oracle.read(self.lab.facts).operations

@@ -12,6 +12,7 @@ HEADS = ("engine", "filesystem", "phase", "points", "wrong", "lost", "failed ope
 WORDS = {
     "cut": "cut",
     "log": "log",
+    "disk": "broken disk",
     "daemon": "daemon",
     "kill": "killed",
     "call": "failing calls",

@@ -51,10 +51,6 @@ class Fault:
     inject: str = ""
     calls: tuple[str, ...] = ()
 
-    @property
-    def fails_syncs(self) -> bool:
-        return self.inject.startswith("error") and not set(SYNCS).isdisjoint(self.calls)
-
 
 def kill(chance: random.Random, most: int) -> Fault:
     """Return a kill before the n-th call, n up to ``most``: of one kind, or of any."""
