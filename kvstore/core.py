@@ -244,15 +244,33 @@ class Core:
 
     # -- use --------------------------------------------------------------------------------------
 
-    def touch(self, rows: U32) -> None:
-        """Note that these rows were used now; the first one (nearest to the root) is the newest.
+    def touch(self, rows: U32, *, put: bool = False) -> None:
+        """Note that these rows were asked for, or are being ``put``; see :meth:`stamp`.
+
+        The policy counts each block once a request: not those before a later part of it, nor, when
+        what was missing is put, those that were found before.
+        """
+        line = self.line(rows)
+        if len(line):
+            heard = len(line) if put else len(line) - len(rows)
+            self.policy.used(self.index, line, self.clock.seconds(), heard=heard)
+            self.stamp(rows)
+
+    def line(self, rows: U32) -> U32:
+        """Return the chain before the first row, and the rows."""
+        if not len(rows):
+            return rows
+        before = self.index.ancestors(int(rows[0]), MAX_ANCESTORS)
+        return np.concatenate([before[::-1], rows])
+
+    def stamp(self, rows: U32) -> None:
+        """Make these rows the newest, the first one (nearest to the root) above all.
 
         Whoever uses a block uses the prefix before it, even where its bytes came from elsewhere:
         the ancestors of the first row count as used too, or chains would grow old from the root.
         """
-        if len(rows):
-            before = self.index.ancestors(int(rows[0]), MAX_ANCESTORS)
-            line = np.concatenate([before[::-1], rows])
+        line = self.line(rows)
+        if len(line):
             self.index.touch(line, self.clock.micros())
             if not self.read_only:
                 self.touched.append(line)

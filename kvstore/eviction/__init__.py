@@ -7,7 +7,7 @@ every policy. The daemon and ``kvstore replay`` use the same objects.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -15,9 +15,10 @@ from kvstore.errors import UsageError
 from kvstore.eviction.adaptive import Adaptive
 from kvstore.eviction.fifo import Fifo
 from kvstore.eviction.lru import Lru
+from kvstore.eviction.s3fifo import S3Fifo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from kvstore.columns import U32
     from kvstore.holds import RecordBytes
@@ -31,6 +32,8 @@ WINDOW = 1024
 class Policy(Protocol):
     """What the store asks of a policy. Times are in seconds of a clock that the caller keeps."""
 
+    name: str
+
     @property
     def state_bytes(self) -> int:
         """Resident bytes of what the policy remembers besides the columns of the index."""
@@ -39,22 +42,34 @@ class Policy(Protocol):
     def ghosts(self) -> int:
         """Blocks remembered that are here no more."""
 
-    def used(self, rows: RowView, line: U32, now: float, *, again: bool = False) -> None:
-        """Hear of a request for ``line``, a chain from its start; called before it is stamped.
+    def used(self, rows: RowView, line: U32, now: float, *, heard: int = 0) -> None:
+        """Hear of a request for ``line``, a chain from its start, before it is stamped.
 
-        Rows that the policy has not heard of are new. ``again``: others were counted already, by
-        the part of the same request that looked for them.
+        Rows that the policy does not know are new. Of the first ``heard`` it heard already, from
+        another part of the same request.
         """
 
-    def gone(self, rows: RowView, gone: U32, now: float) -> None:
-        """Hear of rows that are in no tier any more; called before their ids are freed."""
+    def gone(self, rows: RowView, gone: U32) -> None:
+        """Hear of rows that are in no tier any more, before their ids are freed."""
 
     def candidates(self, rows: RowView, count: int, now: float) -> U32:
         """Return at least ``count`` distinct rows that the engine has, lowest score first. Fewer
         mean that there are no more."""
 
+    def capture(self, rows: RowView) -> dict[str, Any]:
+        """Return what is worth keeping over a restart: arrays by name, which may be views."""
 
-POLICIES: dict[str, Callable[[], Policy]] = {"adaptive": Adaptive, "fifo": Fifo, "lru": Lru}
+    def restore(self, rows: RowView, state: Mapping[str, Any]) -> None:
+        """Go on with what :meth:`capture` returned. Raises KeyError, ValueError, IndexError or
+        TypeError for what never was that."""
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "adaptive": Adaptive,
+    "fifo": Fifo,
+    "lru": Lru,
+    "s3fifo": S3Fifo,
+}
 
 
 def make(name: str) -> Policy:

@@ -9,13 +9,15 @@ since has a higher one, and so has every new row, so the answer is always exact.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvstore.columns import DISK, GHOST, HIDDEN, U8, U32, U64, WRITING, Bools
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvstore.rows import RowView
 
 _SAMPLE = 4096
@@ -26,6 +28,8 @@ _LEAST_LOOK = 256
 
 class Lru:
     """Offers the rows that were used longest ago, of those that have the flag ``where``."""
+
+    name = "lru"
 
     def __init__(self, where: int = DISK) -> None:
         self._where = np.uint8(where)
@@ -41,11 +45,17 @@ class Lru:
     def ghosts(self) -> int:
         return 0
 
-    def used(self, rows: RowView, line: U32, now: float, *, again: bool = False) -> None:
+    def used(self, rows: RowView, line: U32, now: float, *, heard: int = 0) -> None:
         """The stamps of the index say it all."""
 
-    def gone(self, rows: RowView, gone: U32, now: float) -> None:
+    def gone(self, rows: RowView, gone: U32) -> None:
         """Nothing is remembered of them."""
+
+    def capture(self, rows: RowView) -> dict[str, Any]:
+        return {}
+
+    def restore(self, rows: RowView, state: Mapping[str, Any]) -> None:
+        """The journal keeps the order of use."""
 
     def candidates(self, rows: RowView, count: int, now: float) -> U32:
         """Return up to ``count`` rows that the engine has, longest unused first."""
