@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore import lookup, plan, protocol, record, versions
+from kvstore import lookup, plan, protocol, record, recording, versions
 from kvstore.asked import (
     Asked,
     Document,
@@ -258,6 +258,7 @@ ACTIONS: dict[str, Callable[[Request, Asked], Awaitable[Document]]] = {
     "tree": tree,
     "recent": recent,
     "pins": pins,
+    "record": recording.record,
     "scrub": scrub,
     "evict": evict,
     "warm": warm,

@@ -163,6 +163,8 @@ class Core:
     """Calls back on the owner thread in so many seconds, where somebody is there to do it."""
     active: set[Job] = field(default_factory=set)
     touched: list[U32] = field(default_factory=list)
+    listeners: list[Callable[[U32, int], None]] = field(default_factory=list)
+    """Told each chain that is used, and how many of it an earlier part of the request named."""
     _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
     may_evict: bool = True
     """Whether blocks leave when there is no room; else puts are answered FULL."""
@@ -244,36 +246,26 @@ class Core:
 
     # -- use --------------------------------------------------------------------------------------
 
-    def touch(self, rows: U32, *, put: bool = False) -> None:
-        """Note that these rows were asked for, or are being ``put``; see :meth:`stamp`.
-
-        The policy counts each block once a request: not those before a later part of it, nor, when
-        what was missing is put, those that were found before.
-        """
-        line = self.line(rows)
-        if len(line):
-            heard = len(line) if put else len(line) - len(rows)
-            self.policy.used(self.index, line, self.clock.seconds(), heard=heard)
-            self.stamp(rows)
-
-    def line(self, rows: U32) -> U32:
-        """Return the chain before the first row, and the rows."""
-        if not len(rows):
-            return rows
-        before = self.index.ancestors(int(rows[0]), MAX_ANCESTORS)
-        return np.concatenate([before[::-1], rows])
-
-    def stamp(self, rows: U32) -> None:
-        """Make these rows the newest, the first one (nearest to the root) above all.
+    def touch(self, rows: U32, *, asked: bool = True, put: bool = False) -> None:
+        """Note that these rows were used now; the first one (nearest to the root) is the newest.
 
         Whoever uses a block uses the prefix before it, even where its bytes came from elsewhere:
         the ancestors of the first row count as used too, or chains would grow old from the root.
+        If somebody ``asked``, the policy counts each block once a request: not those before a later
+        part of it, nor, when what was missing is ``put``, those that were found before.
         """
-        line = self.line(rows)
-        if len(line):
-            self.index.touch(line, self.clock.micros())
-            if not self.read_only:
-                self.touched.append(line)
+        if not len(rows):
+            return
+        before = self.index.ancestors(int(rows[0]), MAX_ANCESTORS)
+        line = np.concatenate([before[::-1], rows])
+        if asked:
+            heard = len(line) if put else len(before)
+            self.policy.used(self.index, line, self.clock.seconds(), heard=heard)
+            for listener in self.listeners:
+                listener(line, heard)
+        self.index.touch(line, self.clock.micros())
+        if not self.read_only:
+            self.touched.append(line)
 
     def leave_memory(self, rows: U32) -> None:
         """Note that the memory tier gave up its copies (called by the tier).
