@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore import lookup, plan, protocol, quota, versions
+from kvstore import lookup, plan, protocol, quota, recording, versions
 from kvstore.asked import (
     Asked,
     Document,
@@ -279,6 +279,7 @@ ACTIONS: dict[str, Callable[[Request, Asked], Awaitable[Document]]] = {
     "recent": recent,
     "pins": pins,
     "quota": limit,
+    "record": recording.record,
     "scrub": scrub,
     "evict": evict,
     "warm": warm,

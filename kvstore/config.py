@@ -89,6 +89,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     write: Literal["through", "late"] = "through"
     max_dirty_age: Duration = Duration(300)
     """With ``write = late``: longest time that an accepted block is in memory only."""
+    policy: Literal["adaptive", "fifo", "lru", "s3fifo"] = "lru"
+    """Which blocks leave first; docs/eviction.md helps to choose."""
     when_full: Literal["evict", "read-only"] = "evict"
     """``read-only``: nothing is evicted, puts are answered that the store is full."""
     namespace_quota: Size | None = None

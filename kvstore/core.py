@@ -6,7 +6,6 @@ Owned by one thread (see :mod:`kvstore.job`); the methods marked *worker* may be
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -15,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvstore import versions
-from kvstore.errors import InvalidKey, KVStoreError
+from kvstore import node, versions
+from kvstore.errors import InvalidKey
 from kvstore.index import DIRTY, DISK, DURABLE, GHOST, MEM, Index
 from kvstore.job import Step
 from kvstore.layout import INCOMING, NAMESPACES, directory_bytes
@@ -163,6 +162,8 @@ class Core:
     """Calls back on the owner thread in so many seconds, where somebody is there to do it."""
     active: set[Job] = field(default_factory=set)
     touched: list[U32] = field(default_factory=list)
+    listeners: list[Callable[[U32, int], None]] = field(default_factory=list)
+    """Told each chain that is used, and how many of it an earlier part of the request named."""
     _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
     may_evict: bool = True
     """Whether blocks leave when there is no room; else puts are answered FULL."""
@@ -258,18 +259,26 @@ class Core:
 
     # -- use --------------------------------------------------------------------------------------
 
-    def touch(self, rows: U32) -> None:
+    def touch(self, rows: U32, *, asked: bool = True, put: bool = False) -> None:
         """Note that these rows were used now; the first one (nearest to the root) is the newest.
 
         Whoever uses a block uses the prefix before it, even where its bytes came from elsewhere:
         the ancestors of the first row count as used too, or chains would grow old from the root.
+        If somebody ``asked``, the policy counts each block once a request: not those before a later
+        part of it, nor, when what was missing is ``put``, those that were found before.
         """
-        if len(rows):
-            before = self.index.ancestors(int(rows[0]), MAX_ANCESTORS)
-            line = np.concatenate([before[::-1], rows])
-            self.index.touch(line, self.clock.micros())
-            if not self.read_only:
-                self.touched.append(line)
+        if not len(rows):
+            return
+        before = self.index.ancestors(int(rows[0]), MAX_ANCESTORS)
+        line = np.concatenate([before[::-1], rows])
+        if asked:
+            heard = len(line) if put else len(before)
+            self.policy.used(self.index, line, self.clock.seconds(), heard=heard)
+            for listener in self.listeners:
+                listener(line, heard)
+        self.index.touch(line, self.clock.micros())
+        if not self.read_only:
+            self.touched.append(line)
 
     def leave_memory(self, rows: U32) -> None:
         """Note that the memory tier gave up its copies (called by the tier).
@@ -438,7 +447,7 @@ class Core:
 
     def measure(self) -> Measured:
         """Ask engine and filesystem for figures that cost system calls (*worker*)."""
-        free = free_bytes(self.path)
+        free = node.free_bytes(self.path)
         other = (
             self.journal.physical_bytes
             + self.journal_bytes_before
@@ -485,12 +494,3 @@ class Core:
         rows = self.index.rows_of(None)
         mine = (self.index.spaces[rows] >> 16) == namespace.number
         return bool(np.any(mine & ((self.index.flags[rows] & GHOST) == 0)))
-
-
-def free_bytes(path: Path) -> int:
-    """Return the bytes of the filesystem that this process may still fill; 0 if unknown."""
-    try:
-        found = os.statvfs(path)
-    except OSError as error:
-        raise KVStoreError(f"cannot ask the filesystem of {path}: {error.strerror}") from error
-    return found.f_bavail * found.f_frsize

@@ -59,18 +59,21 @@ if TYPE_CHECKING:
 
     from kvstore.keys import KeyArray
 
-__all__ = ["DIRTY", "DISK", "DURABLE", "GHOST", "HIDDEN", "MEM", "NONE", "READABLE"]
-__all__ += ["UNSYNCED", "WRITING", "Index", "Rows"]
+__all__ = [
+    "DIRTY", "DISK", "DURABLE", "GHOST", "HIDDEN", "MEM", "NONE", "READABLE", "UNSYNCED", "WRITING",
+    "Index", "Rows",
+]  # fmt: skip
 
 _USUAL_KEY_BYTES = 36
 _FIRST_LOOK = 512
 
 
-class HasState(Protocol):
-    """A policy, as far as the accounts of the index are concerned."""
+class Heeds(Protocol):
+    """A policy, as far as the index is concerned."""
 
     @property
     def state_bytes(self) -> int: ...
+    def gone(self, rows: RowView, gone: U32) -> None: ...
 
 
 class Index(RowView):
@@ -79,7 +82,7 @@ class Index(RowView):
     ``max_rows`` is a hint: address space for so many rows (at most 1 Mi) is reserved at once.
     ``epoch`` is where leases count from, in seconds of the caller's clock. ``record_bytes`` turns
     payload sizes into the bytes that records take. ``seed`` fixes the hash, for tests. The state of
-    ``policy`` is counted in :attr:`index_bytes`.
+    ``policy`` is counted in :attr:`index_bytes`, and hears of rows before their ids are freed.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class Index(RowView):
         epoch: float = 0.0,
         record_bytes: RecordBytes = record.image_bytes_of,
         seed: int | None = None,
-        policy: HasState | None = None,
+        policy: Heeds | None = None,
     ) -> None:
         super().__init__(Columns(max_rows, _USUAL_KEY_BYTES))
         self._table = HashTable(self._columns, secrets.randbits(64) if seed is None else seed)
@@ -400,6 +403,11 @@ class Index(RowView):
         """Make ids of hidden rows usable again. Raises ValueError for others, and for used ones."""
         if np.any(self._columns.flags[rows] != HIDDEN) or np.any(self._columns.references[rows]):
             raise ValueError("only hidden rows without references can be freed")
+        self._let_go(rows)
+
+    def _let_go(self, rows: U32) -> None:
+        if self._policy is not None:
+            self._policy.gone(self, rows)
         self._columns.free(rows)
 
     def _drop_bare_ghosts(self, rows: U32) -> None:
@@ -408,7 +416,7 @@ class Index(RowView):
     def _free_ghosts(self, rows: U32) -> None:
         if len(rows):
             self._table.delete(rows)
-            self._columns.free(rows)
+            self._let_go(rows)
             self.ghost_count -= len(rows)
 
     # -- families ---------------------------------------------------------------------------------

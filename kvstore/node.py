@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from kvstore.errors import KVStoreError
+
 
 class Mount(NamedTuple):
     """A mounted filesystem: device, mount point, type, and the options of mount and filesystem.
@@ -87,6 +89,15 @@ def filesystem_bytes(path: Path) -> int:
             break
         return found.f_blocks * found.f_frsize
     return 0
+
+
+def free_bytes(path: Path) -> int:
+    """Return the bytes of the filesystem that this process may still fill. Raises KVStoreError."""
+    try:
+        found = os.statvfs(path)
+    except OSError as error:
+        raise KVStoreError(f"cannot ask the filesystem of {path}: {error.strerror}") from error
+    return found.f_bavail * found.f_frsize
 
 
 def memory_limit() -> tuple[int, str]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from kvstore import checkpoint, events, eviction, layout, parity, settle, versions
+from kvstore import checkpoint, events, eviction, layout, memo, parity, settle, versions
 from kvstore.backends import ALIASES, engine_class, plain_name
 from kvstore.backends.base import EngineContext
 from kvstore.boot import Boot
@@ -73,12 +73,13 @@ class Options:
     ``parity``: ``off`` or ``xor``, like the engine fixed when the store is made. ``capacity`` and
     ``min_free`` in bytes. ``memory_bytes`` is the memory tier, ``bounce_bytes``
     the memory for blocks in flight that pass by it. With ``write`` = ``late`` accepted blocks are
-    written when they leave memory, or after ``max_dirty_age`` seconds. With ``when_full`` =
-    ``read-only`` nothing is evicted: puts are answered FULL when there is no room. ``scrub_rate``
-    is bytes a second, 0 = as fast as a worker can. ``namespace_quota`` is what a namespace may take
-    that has no quota of its own. With ``scan`` all headers are compared with the
-    index first, whatever the journal says. ``quarantine``: where damaged records are copied,
-    without a limit, instead of the store's own share.
+    written when they leave memory, or after ``max_dirty_age`` seconds. ``policy`` says which
+    blocks leave first (:mod:`kvstore.eviction`); with ``when_full`` = ``read-only`` nothing is
+    evicted: puts are answered FULL when there is no room. ``scrub_rate`` is bytes a second, 0 = as
+    fast as a worker can. ``namespace_quota`` is what a namespace may take that has no quota of its
+    own. With ``scan`` all headers are compared with the index first, whatever the journal says.
+    ``quarantine``: where damaged records are copied, without a limit, instead of the store's own
+    share.
     """
 
     engine: str | None = None
@@ -90,6 +91,7 @@ class Options:
     bounce_bytes: int = BOUNCE_BYTES
     write: Literal["through", "late"] = "through"
     max_dirty_age: float = 300.0
+    policy: str = "lru"
     when_full: Literal["evict", "read-only"] = "evict"
     scrub_rate: int = SCRUB_RATE
     namespace_quota: int | None = None
@@ -265,6 +267,7 @@ class Opening:
         settled = settle.settle(loaded.events)
         core = self._assemble(self._record, namespaces, engine, loaded, settled)
         self._adopt_rows(core, settled)
+        memo.restore(core)
         boot = Boot(core, loaded, settled, scan=self.options.scan)
         boot.doubt_rows()
         store = Store(core, self._lock)
@@ -331,7 +334,7 @@ class Opening:
             found = os.statvfs(self.path)
             floor = default_floor(found.f_blocks * found.f_frsize)
         capabilities = engine.capabilities
-        policy = eviction.make("lru")
+        policy = eviction.make(self.options.policy)
         index = Index(epoch=time.time(), policy=policy, record_bytes=engine.record_bytes_of)
         tier = Tier(self.options.memory_bytes, index)
         core = Core(

@@ -116,7 +116,7 @@ class Put(Job, Waiter):
         self._join(np.flatnonzero(joined), rows)
         for batch in self._batches:
             rows[batch.positions] = batch.rows
-        self._core.touch(rows[rows != NONE])
+        self._core.touch(rows[rows != NONE], put=True)
         for batch in self._batches:
             batch.describe()
 

@@ -1,9 +1,9 @@
 """How much of the store one namespace may take, so that one tenant does not push out the others.
 
 What counts are the records of its blocks as stored, those on their way included. A put that would
-go beyond the quota has blocks of its own namespace leave, as eviction does it: leaves only, the
-lowest score first, nothing that is held. What finds no room even so is answered FULL, from the
-first block of the put that does not fit. Blocks that have not been written yet cannot leave; a
+go beyond the quota has blocks of its own namespace leave: leaves only, those first that were not
+used for longest, nothing that is held. What finds no room even so is answered FULL, from the first
+block of the put that does not fit. Blocks that have not been written yet cannot leave; a
 quota should be several times what is put at once.
 """
 

@@ -259,7 +259,7 @@ class Reconcile:
             return
         rows, written = np.concatenate(self._adopted), np.concatenate(self._written)
         rows = rows[np.argsort(written, kind="stable")[::-1]]
-        self._core.touch(rows[(self._core.index.flags[rows] & DISK) != 0])
+        self._core.touch(rows[(self._core.index.flags[rows] & DISK) != 0], asked=False)
         log.info("adopted %d blocks that the journal did not know", len(rows))
 
     def _check_unseen(self) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from kvstore import events, eviction, versions
 from kvstore.backends.base import Leaving
+from kvstore.eviction.lru import Among
 from kvstore.index import DISK, DURABLE, UNSYNCED
 from kvstore.job import Job, Step
 
@@ -188,13 +189,14 @@ def evict(core: Core, victims: U32) -> Removal:
 
 
 def choose_victims(core: Core, wanted: int, namespace: int | None = None) -> U32:
-    """Return rows whose records take at least ``wanted`` bytes, or all that may go; of one
-    namespace, if its number is given."""
-    index, among = core.index, None
+    """Return rows whose records take at least ``wanted`` bytes, or all that may go: what the policy
+    would part with first, or of one namespace, by its number, what was not used for longest."""
+    index = core.index
+    order: eviction.Order = core.policy
     if namespace is not None:
-        among = index.rows_of(None)
-        among = among[index.spaces[among] >> 16 == namespace]
-    return eviction.choose(core.policy, index, wanted, core.clock.seconds(), among=among)
+        rows = index.rows_of(None)
+        order = Among(rows[index.spaces[rows] >> 16 == namespace])
+    return eviction.choose(order, index, wanted, core.clock.seconds())
 
 
 def discard(core: Core, rows: U32, generations: U64, kind: str) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore import events, node, parity, versions
+from kvstore import events, memo, node, parity, versions
 from kvstore.answers import BlockStatus
 from kvstore.errors import EngineError
 from kvstore.get import Get, Warm
@@ -405,6 +405,7 @@ class Store:
             job: Job = SaveUse(core)
             core.begin(job)
             self.run(job)
+        memo.save(core.path, memo.capture(core))
         if not core.scan_due and core.leftovers is None and not core.stuck:
             core.journal.append(events.blank(1, events.Kind.CLOSE))
             core.journal.sync()

@@ -15,6 +15,7 @@ from kvstore import files, layout, namespaces
 from kvstore.errors import CorruptStore
 from kvstore.findings import Found
 from kvstore.keys import NAMESPACE_ID_BYTES
+from kvstore.memo import FILE as MEMO
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 CURSOR = "fsck.json"
 """Where the last verification ended; see :mod:`kvstore.fsck`."""
 _PARTS = (layout.NAMESPACES, layout.INCOMING, layout.QUARANTINE)
-_OURS = {layout.STORE_FILE, layout.LOCK, CURSOR, "scrub.json", *_PARTS, "lost+found"}
+_OURS = {layout.STORE_FILE, layout.LOCK, CURSOR, "scrub.json", MEMO, *_PARTS, "lost+found"}
 _JOURNAL = re.compile(r"(journal|checkpoint)\.[0-9a-f]{16}")
 _NAMESPACE = re.compile(rf"[0-9a-f]{{{2 * NAMESPACE_ID_BYTES}}}\.json")
 _OF_A_CHANGE = re.compile(r"migrating\.json|blocks(-\w+)?|.*\.gone")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore import events, quota, versions
+from kvstore import events, memo, quota, versions
 from kvstore.checkpoint import CheckpointWriter, remove_before
 from kvstore.index import DISK, GHOST
 from kvstore.job import Job, Step
@@ -227,6 +227,7 @@ class Checkpoint:
     def _complete(self) -> None:
         writer, core = self._writer, self._core
         assert writer is not None
+        learned, memo_bytes = memo.capture(core), []
 
         def end() -> None:
             # The checkpoint drops the FREE records of blocks that were deleted: first their
@@ -234,9 +235,10 @@ class Checkpoint:
             core.engine.flush()
             writer.finish()
             remove_before(core.journal.directory, core.journal.sequence)
+            memo_bytes.append(memo.save(core.path, learned))
 
         def ended() -> None:
-            core.checkpoint_bytes = writer.bytes
+            core.checkpoint_bytes = writer.bytes + sum(memo_bytes)
             core.journal_bytes_before = 0
             core.rotated = False
             self._done(True)

@@ -445,7 +445,7 @@ class Write(Job):
         rows = rows[written & (core.index.last_use[rows] == entry.begins["last_use"])]
         core.tier.drop(rows)
         core.index.clear_flags(rows, MEM)
-        core.touch(rows[np.argsort(core.index.last_use[rows])[::-1]])
+        core.touch(rows[np.argsort(core.index.last_use[rows])[::-1]], asked=False)
 
     def _renew(self, entry: Entry, ok: np.ndarray) -> None:
         """Let rows hold the versions just written; the old ones go when their readers have gone."""

@@ -156,7 +156,7 @@ def test_a_journal_that_cannot_be_looked_at_is_an_error_of_ours(local: Local) ->
     kept = local.core.journal._descriptor
     local.core.journal._descriptor = 1 << 20
     with pytest.raises(EngineError, match="Bad file descriptor"):
-        _ = local.core.journal.physical_bytes
+        local.core.journal._note_size()
     local.core.journal._descriptor = kept
 
 

@@ -51,6 +51,7 @@ ONLINE = [
     ["scrub", "stop"],
     ["scrub", "status"],
     ["scrub", "ack"],
+    ["trace", "record", "-o", "/dev/null", "--for", "1s"],
 ]
 """A call of every command that asks the daemon; ``inspect`` reads the store if there is none."""
 OFFLINE = [

@@ -68,6 +68,7 @@ def _setting(name: str, metavar: str, text: str, section: str = "Options") -> Ca
 @_setting("io", "auto|direct|buffered|mmap", "How block files are read and written.")
 @_setting("write", "through|late", "When accepted blocks are written.")
 @_setting("max-dirty-age", "TIME", "Longest time until then, with --write late.")
+@_setting("policy", "lru|adaptive|s3fifo|fifo", "Which blocks leave first.")
 @_setting("when-full", "evict|read-only", "What gives way when there is no room.")
 @_setting("namespace-quota", "SIZE", "Bytes a namespace may take, if quota says nothing else.")
 @_setting("scrub-rate", "SIZE", "Bytes a second that a scrub reads; 0 for no limit.")
@@ -308,6 +309,7 @@ def _server_options(loaded: Loaded) -> ServerOptions:
             memory_bytes=settings.memory,
             write=settings.write,
             max_dirty_age=settings.max_dirty_age,
+            policy=settings.policy,
             when_full=settings.when_full,
             scrub_rate=settings.scrub_rate,
             namespace_quota=settings.namespace_quota,

@@ -274,6 +274,11 @@ DOCUMENTS: dict[str, Fields] = {
         "blocks": ("integer", "its different blocks"),
         "results": ("list of replay", "a result per policy and size of the disk, in this order"),
     },
+    "trace record": {
+        "file": ("string", "where it was written"),
+        "requests": ("integer", "how many"),
+        "lost": ("integer", "calls that were not recorded, for they came too fast"),
+    },
     "trace generate": {
         "file": ("string", "where it was written"),
         "kind": ("string", "chat, agents or mixed"),

@@ -7,7 +7,7 @@ every policy. The daemon and ``kvstore replay`` use the same objects.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -15,9 +15,10 @@ from kvstore.errors import UsageError
 from kvstore.eviction.adaptive import Adaptive
 from kvstore.eviction.fifo import Fifo
 from kvstore.eviction.lru import Lru
+from kvstore.eviction.s3fifo import S3Fifo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from kvstore.columns import U32
     from kvstore.index import Index
@@ -27,8 +28,18 @@ WINDOW = 1024
 """Candidates looked at first: all of them may be what leaves."""
 
 
-class Policy(Protocol):
+class Order(Protocol):
+    """Who says which rows go first."""
+
+    def candidates(self, rows: RowView, count: int, now: float) -> U32:
+        """Return at least ``count`` distinct rows that the engine has, lowest score first. Fewer
+        mean that there are no more."""
+
+
+class Policy(Order, Protocol):
     """What the store asks of a policy. Times are in seconds of a clock that the caller keeps."""
+
+    name: str
 
     @property
     def state_bytes(self) -> int:
@@ -38,22 +49,30 @@ class Policy(Protocol):
     def ghosts(self) -> int:
         """Blocks remembered that are here no more."""
 
-    def used(self, rows: RowView, line: U32, now: float, *, again: bool = False) -> None:
-        """Hear of a request for ``line``, a chain from its start; called before it is stamped.
+    def used(self, rows: RowView, line: U32, now: float, *, heard: int = 0) -> None:
+        """Hear of a request for ``line``, a chain from its start, before it is stamped.
 
-        Rows that the policy has not heard of are new. ``again``: others were counted already, by
-        the part of the same request that looked for them.
+        Rows that the policy does not know are new. Of the first ``heard`` it heard already, from
+        another part of the same request.
         """
 
-    def gone(self, rows: RowView, gone: U32, now: float) -> None:
-        """Hear of rows that are in no tier any more; called before their ids are freed."""
+    def gone(self, rows: RowView, gone: U32) -> None:
+        """Hear of rows that are in no tier any more, before their ids are freed."""
 
-    def candidates(self, rows: RowView, count: int, now: float, among: U32 | None = None) -> U32:
-        """Return at least ``count`` distinct rows that the engine has, lowest score first. Fewer
-        mean that there are no more. Only those ``among`` some are meant, if these are given."""
+    def capture(self, rows: RowView) -> dict[str, Any]:
+        """Return what is worth keeping over a restart: arrays by name, which may be views."""
+
+    def restore(self, rows: RowView, state: Mapping[str, Any]) -> None:
+        """Go on with what :meth:`capture` returned. Raises KeyError, ValueError, IndexError or
+        TypeError for what never was that."""
 
 
-POLICIES: dict[str, Callable[[], Policy]] = {"adaptive": Adaptive, "fifo": Fifo, "lru": Lru}
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "adaptive": Adaptive,
+    "fifo": Fifo,
+    "lru": Lru,
+    "s3fifo": S3Fifo,
+}
 
 
 def make(name: str) -> Policy:
@@ -67,22 +86,20 @@ def make(name: str) -> Policy:
 
 
 def choose(
-    policy: Policy,
+    policy: Order,
     index: Index,
     need: int,
     now: float,
     window: int = WINDOW,
-    among: U32 | None = None,
 ) -> U32:
-    """Return rows whose records take at least ``need`` bytes, or all that may go; only ``among``
-    some, if these are given.
+    """Return rows whose records take at least ``need`` bytes, or all that may go.
 
     The policy offers candidates, lowest score first; the index lets only those go whose children
     go too. The ``window`` of candidates grows until they suffice.
     """
     count = window
     while need > 0:
-        candidates = policy.candidates(index, count, now, among)
+        candidates = policy.candidates(index, count, now)
         victims = index.victims(candidates, need, now)
         freed = int(index.record_bytes(index.sizes[victims]).sum())
         if freed >= need or len(candidates) < count:

@@ -9,24 +9,33 @@ learned, the order of use decides, so ample room costs nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvstore.columns import DISK, GHOST, HIDDEN, WRITING, Arrays
+from kvstore.columns import DISK, GHOST, HIDDEN, NONE, WRITING, Arrays
 from kvstore.eviction import reuse
 from kvstore.eviction.ghosts import Ghosts
 from kvstore.eviction.lru import Lru
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvstore.columns import U16, U32
     from kvstore.rows import RowView
 
 _TICKS = 16
 """Ticks a second: ages are told apart from half a second on."""
 _LEARN_EVERY, _LEARN_SELDOM, _EARLY = 200, 500, 2000
+"""Requests between two lessons, at first and after so many."""
 _WORTH_A_TRY = 0.08
-"""Share of the blocks known that came back too late, from which on the table decides."""
+"""Share of the known blocks asked for that came back too late, from which on the table decides."""
+_WINDOW = 16_384
+"""Blocks over which that share is taken, about."""
+_SAMPLE = 16_384
+"""Rows looked at for a batch of victims, where there are more than twice as many."""
+_CLIMB = 64
+"""Blocks of one chain that may leave in one batch of such."""
 
 
 class _Known(Arrays):
@@ -46,13 +55,17 @@ class _Known(Arrays):
 class Adaptive:
     """Offers the rows that are worth least."""
 
+    name = "adaptive"
+
     def __init__(self) -> None:
         self._known = _Known()
         self._ghosts = Ghosts()
         self._reuse = reuse.Reuse()
         self._lru = Lru()
         self._start: float | None = None
+        self._tick = 0
         self._requests = 0
+        self._samples = 0
         self._found = self._late = 0.0
 
     @property
@@ -66,30 +79,29 @@ class Adaptive:
 
     # -- hearing ----------------------------------------------------------------------------------
 
-    def used(self, rows: RowView, line: U32, now: float, *, again: bool = False) -> None:
-        self._known.reach(rows.row_limit)
-        known, tick = self._known, self._tick(now)
+    def used(self, rows: RowView, line: U32, now: float, *, heard: int = 0) -> None:
+        known, tick = self._known, self._set_clock(now)
+        known.reach(rows.row_limit)
         marks, seen = known.marks[line], known.seen[line]
         new = np.flatnonzero(marks == 0)
-        if len(new):
-            back, seen[new], marks[new] = self._ghosts.take(rows.digest(line[new]))
-            self._note_late(int(np.count_nonzero(back)), len(line) - len(new))
-        else:
-            self._note_late(0, len(line))
-        chosen = new if again else np.arange(len(line))
-        met = chosen[marks[chosen] != 0]
-        self._reuse.returned += reuse.tally(_cells(marks[met], seen[met], tick))
-        turn = _turn(marks, again=again)
+        back, seen[new], marks[new] = self._ghosts.take(rows.digest(line[new]))
+        asked = marks != 0
+        asked[:heard] = False
+        asked[new] = back
+        self._note_late(int(np.count_nonzero(back)), int(np.count_nonzero(asked)))
+        self._reuse.returned += reuse.tally(_cells(marks[asked], seen[asked], tick))
+        turn = _turn(marks, heard)
+        asked[new] = True
         ends = np.zeros(len(line), np.bool_)
-        ends[-1] = True
-        counts = reuse.counts_of(marks[chosen]) + 1
-        known.marks[line[chosen]] = reuse.mark(counts, turn, ends[chosen])
-        known.seen[line[chosen]] = tick
+        ends[-1:] = True
+        counts = reuse.counts_of(marks[asked]) + 1
+        known.marks[line[asked]] = reuse.mark(counts, turn, ends[asked])
+        known.seen[line[asked]] = tick
         self._requests += 1
         if self._requests % (_LEARN_EVERY if self._requests <= _EARLY else _LEARN_SELDOM) == 0:
-            self._learn(rows, tick)
+            self._learn()
 
-    def gone(self, rows: RowView, gone: U32, now: float) -> None:
+    def gone(self, rows: RowView, gone: U32) -> None:
         known = self._known
         known.reach(rows.row_limit)
         gone = gone[known.marks[gone] != 0]
@@ -97,53 +109,116 @@ class Adaptive:
             return
         if self._ghosts.is_full(len(gone)):
             here = int(np.count_nonzero(rows.flags & np.uint8(DISK)))
-            self._forget(*self._ghosts.turn_over(max(here, len(gone))), now)
-        lost = self._ghosts.file(rows.digest(gone), known.seen[gone], known.marks[gone])
-        self._forget(*lost, now)
+            self._forget(*self._ghosts.turn_over(max(here, len(gone))))
+        self._forget(*self._ghosts.file(rows.digest(gone), known.seen[gone], known.marks[gone]))
         known.marks[gone] = 0
 
-    def _forget(self, seen: U32, marks: U16, now: float) -> None:
+    def _forget(self, seen: U32, marks: U16) -> None:
+        """Blocks that are forgotten count as never coming back: without them all that is known
+        would be what came back soon."""
         if len(marks):
-            self._reuse.forgotten += reuse.tally(_cells(marks, seen, self._tick(now)))
+            self._reuse.forgotten += reuse.tally(_cells(marks, seen, self._tick))
 
-    def _note_late(self, late: int, found: int) -> None:
+    def _note_late(self, late: int, asked: int) -> None:
         self._late += late
-        self._found += found
-        if self._late + self._found > 2 * self._window():
+        self._found += asked - late
+        if self._late + self._found > 2 * _WINDOW:
             self._late, self._found = self._late / 2, self._found / 2
 
-    def _window(self) -> int:
-        return 8192
-
-    def _tick(self, now: float) -> int:
+    def _set_clock(self, now: float) -> int:
+        """Count ticks from the first time that was heard of; never back."""
         if self._start is None:
             self._start = now
-        return max(int((now - self._start) * _TICKS), 0)
+        self._tick = max(int((now - self._start) * _TICKS), self._tick)
+        return self._tick
 
-    # -- learning ---------------------------------------------------------------------------------
-
-    def _learn(self, rows: RowView, tick: int) -> None:
+    def _learn(self) -> None:
         known = self._known
         here = np.flatnonzero(known.marks)
-        waiting = reuse.tally(_cells(known.marks[here], known.seen[here], tick))
+        waiting = reuse.tally(_cells(known.marks[here], known.seen[here], self._tick))
         seen, marks = self._ghosts.all()
-        waiting += reuse.tally(_cells(marks, seen, tick))
-        self._reuse.learn(waiting)
+        self._reuse.learn(waiting + reuse.tally(_cells(marks, seen, self._tick)))
 
     # -- choosing ---------------------------------------------------------------------------------
 
-    def candidates(self, rows: RowView, count: int, now: float, among: U32 | None = None) -> U32:
+    def candidates(self, rows: RowView, count: int, now: float) -> U32:
+        self._set_clock(now)
+        self._known.reach(rows.row_limit)
         if self._late < _WORTH_A_TRY * (self._late + self._found):
-            return self._lru.candidates(rows, count, now, among)
-        known, tick = self._known, self._tick(now)
-        known.reach(rows.row_limit)
-        here = rows.flags & np.uint8(DISK | WRITING | GHOST | HIDDEN) == DISK
-        there = np.flatnonzero(here).astype(np.uint32) if among is None else among[here[among]]
-        worth = self._reuse.worth_of(_cells(known.marks[there], known.seen[there], tick))
+            return self._lru.candidates(rows, count, now)
+        if rows.row_limit > 2 * _SAMPLE:
+            found = self._least(rows, self._sampled(rows, count), count)
+            if len(found) >= count:
+                return found
+        return self._least(rows, np.arange(rows.row_limit, dtype=np.uint32), count)
+
+    def _least(self, rows: RowView, among: U32, count: int) -> U32:
+        """Return those that the engine has, worth least first, equal ones in the order of use;
+        at least ``count`` if there are so many."""
+        there = _there(rows, among)
+        worth = self._reuse.worth_of(
+            _cells(self._known.marks[there], self._known.seen[there], self._tick)
+        )
         if count < len(there):
-            least = np.partition(worth, count)[count]
-            there, worth = there[worth <= least], worth[worth <= least]
-        return there[np.lexsort((rows.last_use[there], worth))]
+            low = worth <= np.partition(worth, count)[count]
+            there, worth = there[low], worth[low]
+        found: U32 = there[np.lexsort((rows.last_use[there], worth))]
+        return found
+
+    def _sampled(self, rows: RowView, count: int) -> U32:
+        """Return leaves spread evenly over all rows, the lower half of them with the chain above
+        each as far as it would become a leaf in turn."""
+        self._samples += 1
+        start = self._samples * 0.6180339887498949 % 1.0
+        places = (np.arange(_SAMPLE) + start) * (rows.row_limit / _SAMPLE)
+        leaves = _there(rows, places.astype(np.uint32))
+        leaves = leaves[rows.children[leaves] == 0]
+        leaves = self._least(rows, leaves, len(leaves))[: max(len(leaves) // 8, count // 8)]
+        parts, at = [leaves], leaves
+        for _ in range(_CLIMB):
+            at = rows.parents[at]
+            at = _there(rows, at[at != NONE])
+            at = at[rows.children[at] == 1]
+            if not len(at):
+                break
+            parts.append(at)
+        return np.concatenate(parts)
+
+    # -- restarts ---------------------------------------------------------------------------------
+
+    def capture(self, rows: RowView) -> dict[str, Any]:
+        known, limit, learned = self._known, rows.row_limit, self._reuse
+        known.reach(limit)
+        return {
+            "generations": rows.generations[:limit],
+            "seen": known.seen[:limit],
+            "marks": known.marks[:limit],
+            "returned": learned.returned,
+            "forgotten": learned.forgotten,
+            "worth": learned.worth,
+            "clock": np.array([self._start or 0.0, self._tick]),
+            "figures": np.array([self._requests, self._samples, self._found, self._late]),
+            **self._ghosts.capture(),
+        }
+
+    def restore(self, rows: RowView, state: Mapping[str, Any]) -> None:
+        self._known.reach(rows.row_limit)
+        generations, marks = state["generations"], state["marks"]
+        same = np.flatnonzero(generations[: rows.row_limit] == rows.generations[: len(generations)])
+        self._known.seen[same] = state["seen"][same]
+        self._known.marks[same] = marks[same] & reuse.MARK_BITS
+        self._reuse.restore(state["returned"], state["forgotten"], state["worth"])
+        start, tick = state["clock"].tolist()
+        requests, samples, self._found, self._late = state["figures"].tolist()
+        self._start, self._tick = float(start), int(tick)
+        self._requests, self._samples = int(requests), int(samples)
+        self._ghosts.restore(state)
+
+
+def _there(rows: RowView, among: U32) -> U32:
+    flags = rows.flags[among] & np.uint8(DISK | WRITING | GHOST | HIDDEN)
+    there: U32 = among[flags == DISK]
+    return there
 
 
 def _cells(marks: U16, seen: U32, tick: int) -> reuse.Ints:
@@ -151,12 +226,13 @@ def _cells(marks: U16, seen: U32, tick: int) -> reuse.Ints:
     return reuse.cells_of(marks, (tick - seen.astype(np.int64)) / _TICKS)
 
 
-def _turn(marks: U16, *, again: bool) -> int:
+def _turn(marks: U16, heard: int) -> int:
     """Return the turn that a request is: one more than that of the deepest block that was known, if
-    that is the end of a good part of it."""
+    that is the end of a good part of it. What follows a part that was ``heard`` is the same turn.
+    """
     new = np.flatnonzero(marks == 0)
     known = int(new[0]) if len(new) else len(marks)
     if known < 2 or known * 4 < len(marks):
         return 1
     turn = reuse.turn_of(int(marks[known - 1]))
-    return min(turn if again else turn + 1, reuse.MOST_TURN)
+    return min(turn if heard else turn + 1, reuse.MOST_TURN)

@@ -18,5 +18,7 @@ if TYPE_CHECKING:
 class Fifo(Lru):
     """Offers the rows that came first."""
 
-    def candidates(self, rows: RowView, count: int, now: float, among: U32 | None = None) -> U32:
-        return self.oldest(rows.generations, rows.flags, count, among)
+    name = "fifo"
+
+    def candidates(self, rows: RowView, count: int, now: float) -> U32:
+        return self.oldest(rows.generations, rows.flags, count)

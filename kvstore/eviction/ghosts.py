@@ -8,11 +8,13 @@ bucket and a print of 32 bits: one in 2^27 that was never here passes for one th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import numpy.typing as npt
 
     from kvstore.columns import U16, U32, U64, Bools
@@ -21,6 +23,7 @@ SLOTS = 16
 _FILL = 12
 """Entries a bucket on average, when its table is full."""
 _LEAST_BUCKETS = 64
+_PARTS = ("prints", "seen", "marks")
 
 
 class Table:
@@ -32,6 +35,16 @@ class Table:
         self.seen = np.zeros((self.buckets, SLOTS), np.uint32)
         self.marks = np.zeros((self.buckets, SLOTS), np.uint16)
         self.count = 0
+
+    @classmethod
+    def of(cls, prints: U32, seen: U32, marks: U16) -> Table:
+        """Return a table with this content. Raises ValueError if it cannot be one."""
+        table = cls(len(prints) * _FILL)
+        if prints.shape != table.prints.shape or len({prints.shape, seen.shape, marks.shape}) > 1:
+            raise ValueError("a table of ghosts of another shape")
+        table.prints[:], table.seen[:], table.marks[:] = prints, seen, marks
+        table.count = int(np.count_nonzero(table.prints))
+        return table
 
     @property
     def bytes(self) -> int:
@@ -126,3 +139,18 @@ class Ghosts:
         """Return times and marks of all that are remembered."""
         (seen, marks), (old_seen, old_marks) = self._young.all(), self._old.all()
         return np.append(seen, old_seen), np.append(marks, old_marks)
+
+    def capture(self) -> dict[str, Any]:
+        """Return all that is needed to go on, by name."""
+        named = {"young": self._young, "old": self._old}
+        return {
+            f"{name}_{part}": getattr(table, part)
+            for name, table in named.items()
+            for part in _PARTS
+        } | {"ghost_limit": np.array(self._limit)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on with what :meth:`capture` returned. Raises KeyError, ValueError."""
+        tables = [Table.of(*(state[f"{n}_{p}"] for p in _PARTS)) for n in ("young", "old")]
+        self._limit = int(state["ghost_limit"])
+        self._young, self._old = tables

@@ -9,13 +9,15 @@ since has a higher one, and so has every new row, so the answer is always exact.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvstore.columns import DISK, GHOST, HIDDEN, U8, U32, U64, WRITING, Bools
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvstore.rows import RowView
 
 _SAMPLE = 4096
@@ -26,6 +28,8 @@ _LEAST_LOOK = 256
 
 class Lru:
     """Offers the rows that were used longest ago, of those that have the flag ``where``."""
+
+    name = "lru"
 
     def __init__(self, where: int = DISK) -> None:
         self._where = np.uint8(where)
@@ -41,21 +45,25 @@ class Lru:
     def ghosts(self) -> int:
         return 0
 
-    def used(self, rows: RowView, line: U32, now: float, *, again: bool = False) -> None:
+    def used(self, rows: RowView, line: U32, now: float, *, heard: int = 0) -> None:
         """The stamps of the index say it all."""
 
-    def gone(self, rows: RowView, gone: U32, now: float) -> None:
+    def gone(self, rows: RowView, gone: U32) -> None:
         """Nothing is remembered of them."""
 
-    def candidates(self, rows: RowView, count: int, now: float, among: U32 | None = None) -> U32:
-        """Return ``count`` rows or more that the engine has, longest unused first."""
-        return self.oldest(rows.last_use, rows.flags, count, among)
+    def capture(self, rows: RowView) -> dict[str, Any]:
+        return {}
 
-    def oldest(self, last_use: U64, flags: U8, count: int, among: U32 | None = None) -> U32:
-        """Return ``count`` rows or more, longest unused first: 0.1 to 0.5 us each when asked for a
-        thousand or more of a million. Those ``among`` some are sought anew each time."""
-        if among is not None:
-            return _sorted(among[self._there(flags[among])], last_use, count)
+    def restore(self, rows: RowView, state: Mapping[str, Any]) -> None:
+        """The journal keeps the order of use."""
+
+    def candidates(self, rows: RowView, count: int, now: float) -> U32:
+        """Return up to ``count`` rows that the engine has, longest unused first."""
+        return self.oldest(rows.last_use, rows.flags, count)
+
+    def oldest(self, last_use: U64, flags: U8, count: int) -> U32:
+        """Return up to ``count`` rows, longest unused first: 0.1 to 0.5 us each when asked for a
+        thousand or more of a million."""
         found = self._kept(last_use, flags, count)
         if len(found) < count:
             self._refill(last_use, flags, count)
@@ -84,9 +92,23 @@ class Lru:
         self._stamps, self._start = last_use[self._rows], 0
 
     def _there(self, flags: U8) -> Bools:
-        state = flags & (self._where | np.uint8(WRITING | GHOST | HIDDEN))
-        there: Bools = state == self._where
-        return there
+        return _is_there(flags, self._where)
+
+
+class Among:
+    """Offers some rows only, longest unused first. For one choice: nothing is kept for the next."""
+
+    def __init__(self, some: U32) -> None:
+        self._some = some
+
+    def candidates(self, rows: RowView, count: int, now: float) -> U32:
+        there = self._some[_is_there(rows.flags[self._some], np.uint8(DISK))]
+        return _sorted(there, rows.last_use, count)
+
+
+def _is_there(flags: U8, where: np.uint8) -> Bools:
+    there: Bools = flags & (where | np.uint8(WRITING | GHOST | HIDDEN)) == where
+    return there
 
 
 def _sorted(rows: U32, last_use: U64, wanted: int) -> U32:

@@ -32,6 +32,7 @@ _MOST_HAZARD = 0.98
 
 MOST_COUNT, MOST_TURN = 13, 30
 _TURN_SHIFT, _END_BIT = 4, 9
+MARK_BITS = np.uint16((1 << _END_BIT + 1) - 1)
 CLASSES = 40
 
 
@@ -77,6 +78,13 @@ class Reuse:
         """Blocks that nobody remembers any more, by what they were when last seen."""
         self.worth: Floats = np.tile(1.0 / np.arange(1.0, BINS + 1), (CLASSES, 1))
         """By class and age bin; until something was learned, the younger the better."""
+
+    def restore(self, returned: Floats, forgotten: Floats, worth: Floats) -> None:
+        """Take what was learned before. Raises ValueError for tables that are none."""
+        tables = [np.asarray(one, np.float64) for one in (returned, forgotten, worth)]
+        if any(one.shape != (CLASSES, BINS) or not np.all(one >= 0) for one in tables):
+            raise ValueError("a table of another shape, or with numbers that cannot be")
+        self.returned, self.forgotten, self.worth = tables
 
     def worth_of(self, cells: Ints) -> Floats:
         worth: Floats = self.worth.reshape(-1)[cells]

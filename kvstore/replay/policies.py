@@ -6,14 +6,10 @@ from typing import TYPE_CHECKING
 
 from kvstore import eviction
 from kvstore.errors import UsageError
+from kvstore.replay.compared import COMPARED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kvstore.eviction import Policy
-
-COMPARED: dict[str, Callable[[int], Policy]] = {}
-"""Told the blocks that the disk holds, return a policy."""
 
 _COUNTED_IN_ORDER = frozenset({"lru"})
 """What the literature counts without the leaf rule."""

@@ -144,7 +144,6 @@ class Tiers:
 
     def _drop(self, rows: U32) -> None:
         """Note that rows are in no tier any more; their ids are freed after the group."""
-        self._policy.gone(self._index, rows, self._now)
         self._index.withdraw(rows)
         self._gone.append(rows)
 
