@@ -28,7 +28,9 @@ STAMP := .venv/.ready-$(shell pwd | cksum | cut -d' ' -f1)
 BIN := .venv/bin
 RUN := $(BIN)/python -m
 ALONE := $(addprefix kvstore/,errors.py answers.py keys.py protocol.py regions.py exchange.py \
-	waiting.py requests.py session.py questions.py transfer.py operations.py client.py aclient.py)
+	waiting.py requests.py session.py questions.py transfer.py operations.py client.py aclient.py \
+	tokens.py integrations/tiering.py integrations/weights.py integrations/vllm_namespace.py \
+	integrations/vllm_versions.py)
 
 venv: $(STAMP)
 

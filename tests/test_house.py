@@ -20,6 +20,8 @@ MAX_FUNCTION_LINES = 60
 MAX_MEDIAN_LINES = 10
 ENDS_THE_PROCESS = {"sys.exit", "SystemExit", "exit", "quit"}
 UNSAFE = {"pickle", "marshal", "shelve", "eval", "exec"}
+HASHES_PICKLES = PACKAGE / "tokens.py"
+"""vLLM's default hash is defined over a pickle's bytes: one is made here, and none is read."""
 EMPTY_WORDS = ("Manager", "Helper", "Util", "Handler")
 
 
@@ -73,7 +75,8 @@ def test_only_the_command_line_ends_the_process(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=NAMES)
 def test_nothing_is_unpickled_or_evaluated(path: Path) -> None:
-    assert not used_names(path) & UNSAFE
+    found = {name for name in used_names(path) if name.split(".")[0] in UNSAFE}
+    assert found == ({"pickle", "pickle.dumps"} if path == HASHES_PICKLES else set())
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=NAMES)
@@ -88,7 +91,7 @@ def test_design_page_names_every_room_and_no_other() -> None:
     named = set(re.findall(r"`(\w+(?:\.py|/))`", rooms))
     there = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
     there |= {f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")}
-    assert named - {"integrations/"} == there - {"integrations/"}
+    assert named == there
 
 
 def test_pages_point_at_files_that_exist() -> None:
