@@ -352,7 +352,12 @@ class Store:
             "pinned_bytes": core.index.pinned_bytes(core.clock.seconds()),
             **counters,
             "scrub": self.scrub.status(),
-            "notes": [*core.stats.notes, *core.namespaces.problems, *self._kept()],
+            "notes": [
+                *core.stats.notes,
+                *core.namespaces.problems,
+                *core.namespaces.unlasting(),
+                *self._kept(),
+            ],
             "problems": problems,
             "uptime_seconds": round(time.monotonic() - self._opened, 1),
         }

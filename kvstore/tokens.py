@@ -15,13 +15,14 @@ Standard library and numpy only: model servers import this module.
 from __future__ import annotations
 
 import hashlib
+import json
 import pickle
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstore.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 DEFAULT_SEED = "vllm-none-hash"
 """What vLLM hashes for the block before the first one, unless PYTHONHASHSEED is set."""
@@ -138,3 +139,43 @@ def block_keys(hashes: Sequence[bytes], group: int = 0, blocks: int = 1) -> list
     if blocks < 1:
         raise UsageError(f"a chunk of {blocks} blocks", "a chunk has one block at least")
     return [name + group.to_bytes(4, "big") for name in hashes[blocks - 1 :: blocks]]
+
+
+def read_prompt(text: str) -> Prompt:
+    """Read a line: a JSON list of token ids, or a request to vLLM's completions with such a list.
+
+    Raises UsageError.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise UsageError(
+            f"{text.strip()[:60]!r} is not JSON", "write a list of token ids"
+        ) from None
+    request = value if isinstance(value, dict) else {"prompt": value}
+    tokens, salt = request.get("prompt"), request.get("cache_salt") or ""
+    whole = isinstance(tokens, list) and all(type(token) is int for token in tokens)
+    if not whole or not isinstance(salt, str):
+        raise UsageError(
+            f"{text.strip()[:60]!r} is no list of token ids", 'write [1, 2] or {"prompt": [1, 2]}'
+        )
+    return Prompt(tokens, salt)
+
+
+def keys_in(record: Mapping[str, object], prompt: Prompt) -> list[bytes]:
+    """Return the keys of a prompt in the namespace of a vLLM, those of each group in their order.
+
+    Raises UsageError for other namespaces, and where keys are new in every process.
+    """
+    if record.get("engine") != "vllm":
+        raise UsageError("this is not the namespace of a vLLM", "see kvstore inspect --namespaces")
+    if "random_seed" in record:
+        raise UsageError("the keys of this vLLM are new in every process", "see docs/vllm.md")
+    fields: Mapping[str, Any] = record
+    size = int(fields["tokens_per_hash"])
+    hashes = block_hashes(prompt, size, str(fields["hash"]), str(fields["seed"]))
+    keys = []
+    for group in fields["groups"]:
+        blocks = int(group["tokens"]) * int(fields["blocks_per_chunk"]) // size
+        keys += block_keys(hashes, int(group["id"]), blocks)
+    return keys

@@ -83,3 +83,48 @@ def test_unknown_algorithms_and_empty_blocks_are_refused() -> None:
         tokens.block_hashes(Prompt(range(4)), 0)
     with pytest.raises(UsageError):
         tokens.block_keys([], blocks=0)
+
+
+RECORD = {
+    "engine": "vllm",
+    "hash": "sha256_cbor",
+    "seed": "vllm-none-hash",
+    "tokens_per_hash": 16,
+    "blocks_per_chunk": 2,
+    "groups": [{"id": 0, "tokens": 16}, {"id": 3, "tokens": 32}],
+}
+
+
+def test_keys_of_a_prompt_in_a_namespace() -> None:
+    prompt = Prompt(range(130), salt="s")
+    hashes = tokens.block_hashes(prompt, 16, "sha256_cbor")
+    expected = [hashes[n] + bytes(4) for n in (1, 3, 5, 7)]
+    expected += [hashes[n] + b"\0\0\0\3" for n in (3, 7)]
+    assert tokens.keys_in(RECORD, prompt) == expected
+
+
+@pytest.mark.parametrize("change", [{"engine": "sglang"}, {"random_seed": 1}])
+def test_there_are_no_keys_of_other_namespaces(change: dict[str, object]) -> None:
+    with pytest.raises(UsageError):
+        tokens.keys_in(RECORD | change, Prompt([1]))
+
+
+@pytest.mark.parametrize(
+    ("line", "prompt"),
+    [
+        ("[1, 2]", Prompt([1, 2])),
+        ('{"model": "m", "prompt": [3], "cache_salt": "s"}', Prompt([3], "s")),
+        ('{"prompt": [3], "cache_salt": null}', Prompt([3])),
+    ],
+)
+def test_prompts_are_read(line: str, prompt: Prompt) -> None:
+    assert tokens.read_prompt(line) == prompt
+
+
+@pytest.mark.parametrize(
+    "line", ["", "1 2", "{}", "[1.5]", "[true]", '["a"]', '{"prompt": "text"}', "[" * 99999, "7",
+             '{"prompt": [1], "cache_salt": 1}'],
+)  # fmt: skip
+def test_what_is_no_prompt_is_refused(line: str) -> None:
+    with pytest.raises(UsageError):
+        tokens.read_prompt(line)
