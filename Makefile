@@ -4,13 +4,14 @@
 # make fuzz   clients that misbehave (FRAMES=1000000 SEED=)
 # make soak   mixed load with faults (SECONDS=3600 SEED=)
 # make matrix     what fsck makes of every kind of damage, for each engine
+# make e2e-vllm   a real vLLM against a real daemon (e2e-vllm-short: restart, damage, other weights)
 # make promises   of data plane and engines, at their full size (1 h)
 #
 # Needs Python 3.11 or later with venv and pip; everything else is fetched into .venv.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := venv
-.PHONY: venv lint test docs fuzz soak promises matrix run clean
+.PHONY: venv lint test docs fuzz soak promises matrix e2e-vllm e2e-vllm-short run clean
 
 # Settings of the caller's Python must not leak into .venv, nor our own settings into the tests.
 unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
@@ -77,6 +78,13 @@ promises: venv
 	PROMISES=long $(RUN) pytest -v -rP --timeout 1500 -o faulthandler_timeout=1400 tests/test_promises.py \
 		tests/test_superblock_store.py tests/test_superblock_daemon.py \
 		tests/test_engine_promises.py tests/test_keyvalue.py
+
+# vLLM for the CPU takes 3 GB and some minutes to install: one environment for all checkouts.
+VLLM_ENVIRONMENTS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvstore/vllm
+E2E := $(RUN) pytest -v -rP tests/e2e_vllm/scenarios.py --timeout 1800 -o faulthandler_timeout=1700
+e2e-vllm e2e-vllm-short: venv
+	folder="$$(tests/e2e_vllm/install.sh $(VLLM_ENVIRONMENTS))" && \
+		VLLM_PYTHON="$$folder/bin/python" $(E2E) $(if $(findstring short,$@),-k short)
 
 matrix:
 	@cat tests/damage_matrix.md
