@@ -154,8 +154,11 @@ def read_prompt(text: str) -> Prompt:
         ) from None
     request = value if isinstance(value, dict) else {"prompt": value}
     tokens, salt = request.get("prompt"), request.get("cache_salt") or ""
-    whole = isinstance(tokens, list) and all(type(token) is int for token in tokens)
-    if not whole or not isinstance(salt, str):
+    if (
+        not isinstance(tokens, list)
+        or any(type(token) is not int for token in tokens)
+        or not isinstance(salt, str)
+    ):
         raise UsageError(
             f"{text.strip()[:60]!r} is no list of token ids", 'write [1, 2] or {"prompt": [1, 2]}'
         )

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -311,7 +312,7 @@ def test_prompts_of_a_vllm(daemon: Daemon, tmp_path: Path) -> None:
     record.write_text(json.dumps(VLLM))
     prompts.write_text(f"{list(range(70))}\n\n" + json.dumps({"prompt": [7] * 32}))
     keys = [key.hex() for key in block_keys(block_hashes(Prompt(range(64)), 32))]
-    put = ["put", keys[1], "--namespace", f"@{record}", "--create-namespace", "-i", record]
+    put = ["put", keys[1], "--namespace", f"@{record}", "--create-namespace", "-i", str(record)]
     assert daemon.run(*put).code == 0
     named = ["--namespace", f"@{record}"]
     ran = daemon.run("warm", "--tokens", prompts, *named, "--json")
@@ -324,13 +325,14 @@ def test_prompts_of_a_vllm(daemon: Daemon, tmp_path: Path) -> None:
     other = {**VLLM, "weights": "b", "random_seed": 1}
     record.write_text(json.dumps(other))
     assert daemon.run(*put).code == 0
-    (note,) = [one for one in daemon.status()["notes"] if "PYTHONHASHSEED" in one]  # type: ignore[attr-defined]
+    notes: Any = daemon.status()["notes"]
+    (note,) = [one for one in notes if "PYTHONHASHSEED" in one]
     assert namespace_id(other).hex() in note
-    shown = daemon.run("inspect", "--namespaces")
-    assert "  random_seed:" in shown.text
-    (told,) = daemon.run("inspect", "--namespaces", "--json").json()["differences"]  # type: ignore[misc,attr-defined]
-    assert sorted(told["fields"]) == ["random_seed", "weights"]
-    assert sorted(told["fields"]["weights"]) == ["a", "b"]
+    assert "  random_seed:" in daemon.run("inspect", "--namespaces").text
+    told: Any = daemon.run("inspect", "--namespaces", "--json").json()["differences"]
+    fields = told[0]["fields"]
+    assert sorted(fields) == ["random_seed", "weights"]
+    assert sorted(fields["weights"]) == ["a", "b"]
 
 
 def test_warm_recent_takes_what_was_used_last(daemon: Daemon) -> None:
