@@ -119,10 +119,13 @@ def vllm_config(**changes: Any) -> SimpleNamespace:
         "cache_config": SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
         "model_config": SimpleNamespace(
             revision=None,
+            dtype="torch.bfloat16",
             quantization=None,
             hf_text_config=SimpleNamespace(rope_parameters={"rope_theta": 10000.0}),
         ),
         "lora_config": None,
+        "device_config": SimpleNamespace(device_type="cpu"),
+        "attention_config": SimpleNamespace(backend=None),
     }
     return SimpleNamespace(**fields | changes)
 

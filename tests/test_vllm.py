@@ -243,6 +243,8 @@ ROPE = SimpleNamespace(rope_parameters={"rope_theta": 500000.0})
         {"cache_config": SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="xxhash")},
         {"model_config": SimpleNamespace(quantization="fp8", hf_text_config=None)},
         {"model_config": SimpleNamespace(hf_text_config=ROPE)},
+        {"device_config": SimpleNamespace(device_type="cuda")},
+        {"attention_config": SimpleNamespace(backend=SimpleNamespace(name="FLASHINFER"))},
         {"lora_config": SimpleNamespace(max_lora_rank=16, lora_dtype="auto")},
     ],
     ids=str,

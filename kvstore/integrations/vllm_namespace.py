@@ -82,6 +82,8 @@ def record_of(
         "weights": fingerprint(name, getattr(model, "revision", None), chosen_weights),
         "dtype": str(config.model.dtype),
         "cache_dtype": str(vllm.cache_config.cache_dtype),
+        "model_dtype": str(getattr(model, "dtype", "")).removeprefix("torch."),
+        "device": str(vllm.device_config.device_type),
         "hash": str(vllm.cache_config.prefix_caching_hash_algo),
         "tokens_per_hash": int(config.cache.tokens_per_hash),
         "blocks_per_chunk": blocks_per_chunk,
@@ -92,6 +94,7 @@ def record_of(
     record |= {"random_seed": 1} if seed is None else {"seed": seed}
     optional = {
         "layout": config.kv_cache_layout,
+        "attention": _attention(getattr(vllm, "attention_config", None)),
         "replicated": int(bool(getattr(config, "replicated_layout", False))),
         "canonical": int(bool(getattr(config, "canonical_layout", False))),
         "quantization": getattr(model, "quantization", None),
@@ -130,6 +133,12 @@ def _rope(model: Any) -> str:
     found = {name: getattr(settings, name, None) for name in ROPE}
     known = {name: value for name, value in found.items() if value is not None}
     return json.dumps(known, sort_keys=True, default=str) if known else ""
+
+
+def _attention(attention: Any) -> str:
+    """Return the backend that was asked for, which may have a layout of its own."""
+    backend = getattr(attention, "backend", None)
+    return str(getattr(backend, "name", backend)) if backend is not None else ""
 
 
 def _lora(lora: Any) -> str:
