@@ -183,7 +183,7 @@ def test_a_daemon_that_stands_still_in_the_middle(
         right(vllm, cold, FOX, HIDDEN, *OTHERS)
 
 
-def test_many_short_requests_at_once(start: Start, cold: dict[str, Any]) -> None:
+def test_two_hundred_requests_at_once(start: Start, cold: dict[str, Any]) -> None:
     prompts = [f"{number % 20} short prompts share a little. " * 4 for number in range(200)]
     with start() as vllm:
         first = said(vllm.ask(*prompts))
