@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.answers import BlockStatus
-from kvstore.errors import KVStoreError, UnknownNamespace
+from kvstore.errors import DeadlineExceeded, KVStoreError, UnknownNamespace
 
 if TYPE_CHECKING:
     import logging
@@ -126,8 +126,7 @@ class Lane(threading.Thread):
 class Tier:
     """The blocks of one namespace, for one model server with one ``pool``.
 
-    Called from the server's scheduling thread. The namespace is opened when it is first needed, so
-    that a daemon which comes later than the server is found.
+    Called from the server's scheduling thread. A daemon that comes later than the server is found.
     """
 
     def __init__(
@@ -147,6 +146,7 @@ class Tier:
         self._limits = limits
         self._ack = ack
         self._namespace: int | None = None
+        self._opening = threading.Lock()
         self._lock = threading.Condition()
         self._verdicts: dict[str, dict[bytes, Verdict | float]] = {}
         """By request and key; a number is the time at which it was asked."""
@@ -164,6 +164,16 @@ class Tier:
             Lane("store", log),
         )
         self._lanes = lanes
+        self._loading.put(self._prepare)
+
+    def _prepare(self) -> None:
+        """Connect, open the namespace and share memory, so that the first request need not."""
+
+        def lease(_: int, seconds: float) -> None:
+            with self._client.staging(1, timeout=seconds):
+                pass
+
+        self._attempt(lease, time.monotonic() + self._limits.load, None)
 
     # -- lookups ----------------------------------------------------------------------------------
 
@@ -362,9 +372,16 @@ class Tier:
         return result
 
     def _open(self, seconds: float) -> int:
-        if self._namespace is None:
-            self._namespace = self._client.namespace(self._record, create=True, timeout=seconds)
-        return self._namespace
+        limit = time.monotonic() + seconds
+        if not self._opening.acquire(timeout=seconds):
+            raise DeadlineExceeded("another thread waits for the daemon", "see kvstore status")
+        try:
+            if self._namespace is None:
+                left = max(limit - time.monotonic(), 0.001)
+                self._namespace = self._client.namespace(self._record, create=True, timeout=left)
+            return self._namespace
+        finally:
+            self._opening.release()
 
     def _paused(self, now: float) -> bool:
         return now < self._paused_until
