@@ -31,17 +31,13 @@ def key(number: int) -> bytes:
     return b"%036d" % number
 
 
-def memory() -> memoryview:
-    """Memory as vLLM lends it: two dimensions, format b."""
-    flat = memoryview(bytearray(ROWS * ROW))
-    return flat.cast("b", (ROWS, ROW))
-
-
 class Server:
     """A model server with a pool of its own."""
 
     def __init__(self, address: str, limits: Limits = LIMITS) -> None:
-        self.view = memory()
+        self.memory = bytearray(ROWS * ROW)
+        # As vLLM lends it: two dimensions, format b.
+        self.view = memoryview(self.memory).cast("b", (ROWS, ROW))
         self.pool = np.asarray(self.view).view(np.uint8)
         self.tier = Tier(Client(address), RECORD, self.pool, LOG, limits)
 
@@ -385,6 +381,13 @@ def test_an_internal_error_is_a_job_that_failed(fake: FakeDaemon, server: Server
 # -- the end --------------------------------------------------------------------------------------
 
 
+def release(server: Server) -> None:
+    """Take the memory back, as vLLM does; BufferError if somebody has a view of it."""
+    del server.pool
+    server.view.release()
+    server.memory.append(0)
+
+
 def lanes() -> set[threading.Thread]:
     return {one for one in threading.enumerate() if isinstance(one, Lane)}
 
@@ -397,8 +400,7 @@ def test_the_end_leaves_no_thread_and_lets_go_of_the_pool(fake: FakeDaemon) -> N
     server.close()
     server.close()
     assert lanes() == before
-    del server.pool
-    server.view.release()  # BufferError if somebody held it
+    release(server)
     assert len(fake.blocks) == 8  # what was under way is kept
 
 
@@ -418,5 +420,4 @@ def test_a_daemon_that_hangs_does_not_keep_the_server_from_ending(
     server.close()
     assert time.monotonic() - started < 4
     assert sorted(one.job.number for one in server.tier.finished()) == list(range(8))
-    del server.pool
-    server.view.release()
+    release(server)

@@ -108,8 +108,10 @@ class Vllm:
         """End it in order; what it shared is gone then."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        code = self.process.wait(120)
+        code = self.process.wait(START_SECONDS)
         self._reader.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
         assert code == 0, self._log.read_text()[-8000:]
 
 
