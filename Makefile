@@ -6,6 +6,7 @@
 # make soak   mixed load with faults (SECONDS=3600 SEED=)
 # make vectors    the published counts of replays (TRACES=DIR)
 # make matrix     what fsck makes of every kind of damage, for each engine
+# make e2e-vllm   a real vLLM against a real daemon (e2e-vllm-short: restart, damage, other weights)
 # make promises   of data plane and engines, at their full size (1 h)
 # make boot       the service under a real systemd, every command with its answer (root)
 #
@@ -16,7 +17,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := venv
-.PHONY: venv lint test docs fuzz faults soak promises matrix vectors boot run install uninstall clean
+.PHONY: venv lint test docs fuzz faults soak promises matrix vectors e2e-vllm e2e-vllm-short boot run install uninstall clean
 
 # Settings of the caller's Python must not leak into .venv, nor our own settings into the tests.
 unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
@@ -33,8 +34,10 @@ FIND_PYTHON = for candidate in "$(PYTHON)" /usr/bin/python3.11 python3.11 python
 STAMP := .venv/.ready-$(shell pwd | cksum | cut -d' ' -f1)
 BIN := .venv/bin
 RUN := $(BIN)/python -m
-ALONE := $(addprefix kvstore/,errors.py answers.py keys.py credentials.py tls.py protocol.py regions.py exchange.py \
-	waiting.py requests.py session.py questions.py transfer.py operations.py client.py aclient.py)
+ALONE := $(addprefix kvstore/,errors.py answers.py keys.py credentials.py tls.py protocol.py regions.py \
+	exchange.py waiting.py requests.py session.py questions.py transfer.py operations.py client.py \
+	aclient.py tokens.py integrations/tiering.py integrations/weights.py \
+	integrations/vllm_namespace.py integrations/vllm_versions.py)
 
 venv: $(STAMP)
 
@@ -90,6 +93,12 @@ promises: venv
 vectors: venv
 	@test -n "$(TRACES)" || { echo "make: say where the traces are: make vectors TRACES=DIR" >&2; exit 2; }
 	TRACES=$(TRACES) $(RUN) pytest -v -k published tests/test_replay.py
+# vLLM for the CPU takes 3 GB and some minutes to install: one environment for all checkouts.
+VLLM_ENVIRONMENTS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvstore/vllm
+E2E := $(RUN) pytest -v -rP tests/e2e_vllm/scenarios.py --timeout 1800 -o faulthandler_timeout=1700
+e2e-vllm e2e-vllm-short: venv
+	folder="$$(tests/e2e_vllm/install.sh $(VLLM_ENVIRONMENTS))" && \
+		VLLM_PYTHON="$$folder/bin/python" $(E2E) $(if $(findstring short,$@),-k short)
 
 matrix:
 	@cat tests/damage_matrix.md

@@ -3,7 +3,8 @@
 The identity of a block is (namespace, shard, key). A *namespace* is what two model servers must
 share before one may read the other's blocks (model, weights fingerprint, dtype, layout, ...); it is
 a flat JSON record, and its id is the first 16 bytes of SHA-256 over the record's canonical form.
-A *shard* is the number of the parallel rank. A *key* is 1 to 64 bytes that the client chose.
+A *shard* is the number of the parallel rank. A *key* is 1 to 64 bytes that the client chose; what
+vLLM chooses for a run of tokens is computed in tokens.py.
 
 Standard library and numpy only: model servers import this module.
 """

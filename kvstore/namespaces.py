@@ -103,6 +103,15 @@ class Namespaces:
         """Return all by their numbers, those whose record is not known included."""
         return list(self._numbered)
 
+    def unlasting(self) -> list[str]:
+        """Return, in words, whose blocks nobody finds after a restart of their model server."""
+        return [
+            f"namespace {one.id.hex()} is of a vLLM whose block keys are new in every process: set "
+            "PYTHONHASHSEED for it, or use --prefix-caching-hash-algo sha256_cbor"
+            for one in self
+            if one.record is not None and "random_seed" in one.record
+        ]
+
     def load(self) -> None:
         """Read all files. A damaged one is noted in ``problems`` and logged, never raised.
 

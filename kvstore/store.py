@@ -363,6 +363,7 @@ class Store:
             "notes": [
                 *core.stats.notes,
                 *core.namespaces.problems,
+                *core.namespaces.unlasting(),
                 *self._kept(),
                 *self.incoming.notes(),
             ],

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from kvstore.answers import Ack
 from kvstore.client import Client
 from kvstore.keys import named, namespace_id
 from kvstore.protocol import Op
+from kvstore.tokens import Prompt, block_hashes, block_keys
 from tests.command import COMMAND, Daemon, Ran, run_command
 from tests.mounts import read_only
 from tests.stores import block, key
@@ -290,6 +292,47 @@ def test_after_a_warm_gets_read_no_disk(daemon: Daemon, tmp_path: Path) -> None:
     assert (status["hits"], status["misses"], status["memory_hits"]) == (100, 0, 100)
     again = daemon.run("warm", "--from", "-", stdin=listing.read_bytes())
     assert again.text.startswith("loaded 0, present 101, absent 1, skipped 0, failed 0; ")
+
+
+VLLM = {
+    "engine": "vllm",
+    "model": "m",
+    "hash": "sha256",
+    "seed": "vllm-none-hash",
+    "tokens_per_hash": 32,
+    "blocks_per_chunk": 1,
+    "groups": [{"id": 0, "tokens": 32}],
+    "weights": "a",
+}
+
+
+def test_prompts_of_a_vllm(daemon: Daemon, tmp_path: Path) -> None:
+    """They are warmed by their tokens; its namespaces and their differences are shown."""
+    record, prompts = tmp_path / "vllm.json", tmp_path / "prompts"
+    record.write_text(json.dumps(VLLM))
+    prompts.write_text(f"{list(range(70))}\n\n" + json.dumps({"prompt": [7] * 32}))
+    keys = [key.hex() for key in block_keys(block_hashes(Prompt(range(64)), 32))]
+    put = ["put", keys[1], "--namespace", f"@{record}", "--create-namespace", "-i", str(record)]
+    assert daemon.run(*put).code == 0
+    named = ["--namespace", f"@{record}"]
+    ran = daemon.run("warm", "--tokens", prompts, *named, "--json")
+    assert {name: ran.json()[name] for name in ("present", "absent")} == {"present": 1, "absent": 2}
+    listed = daemon.run("warm", "--tokens", "-", *named, "-n", stdin=prompts.read_bytes())
+    assert [line.split()[2] for line in listed.text.splitlines()][:2] == keys
+    bad = daemon.run("warm", "--tokens", "-", *named, stdin=b"[1]\nx\n")
+    assert (bad.code, "line 2 of -" in bad.stderr) == (2, True)
+
+    other = {**VLLM, "weights": "b", "random_seed": 1}
+    record.write_text(json.dumps(other))
+    assert daemon.run(*put).code == 0
+    notes: Any = daemon.status()["notes"]
+    (note,) = [one for one in notes if "PYTHONHASHSEED" in one]
+    assert namespace_id(other).hex() in note
+    assert "  random_seed:" in daemon.run("inspect", "--namespaces").text
+    told: Any = daemon.run("inspect", "--namespaces", "--json").json()["differences"]
+    fields = told[0]["fields"]
+    assert sorted(fields) == ["random_seed", "weights"]
+    assert sorted(fields["weights"]) == ["a", "b"]
 
 
 def test_warm_recent_takes_what_was_used_last(daemon: Daemon) -> None:

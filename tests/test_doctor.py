@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import resource
 import time
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvstore import doctor, layout, node
+from kvstore.commands import vllm
 from kvstore.doctor import CHECKS, Found, Subject, examine
+from kvstore.namespaces import Namespaces
 from kvstore.opening import Options, create_store
 from tests.command import run_command
 from tests.mounts import mounted
@@ -120,3 +123,50 @@ def test_the_command(subject: Subject) -> None:
     ran = run_command("doctor", "--store", subject.store, env=environment)
     assert ran.code == 1
     assert f"chmod 700 {subject.store}" in ran.text
+
+
+# -- vLLM -----------------------------------------------------------------------------------------
+
+
+def of_vllm(subject: Subject, name: str) -> Found:
+    return vllm.CHECKS[name](subject)
+
+
+def test_keys_of_a_vllm_that_do_not_last(subject: Subject) -> None:
+    known = Namespaces(subject.store / "namespaces")
+    known.open({"engine": "vllm", "seed": "0"}, True)
+    assert of_vllm(subject, "vllm-keys").state == "ok"
+    known.open({"engine": "vllm", "random_seed": 1}, True)
+    one = of_vllm(subject, "vllm-keys")
+    assert (one.state, "PYTHONHASHSEED" in one.fix) == ("fail", True)
+    assert of_vllm(subject._replace(store=subject.store / "no"), "vllm-keys").state == "unknown"
+
+
+@pytest.mark.parametrize(("version", "state"), [("0.32.0", "ok"), ("0.99", "fail")])
+def test_the_version_of_vllm(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch, version: str, state: str
+) -> None:
+    assert of_vllm(subject, "vllm-version").state == "unknown"
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    assert of_vllm(subject, "vllm-version").state == state
+
+
+def test_memory_that_a_killed_vllm_left(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "SHARED_MEMORY", tmp_path)
+    assert of_vllm(subject, "vllm-memory").state == "ok"
+    path = tmp_path / "vllm_offload_x.mmap"
+    path.write_bytes(bytes(5000))
+    assert of_vllm(subject, "vllm-memory").state == "warn"
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
+        assert of_vllm(subject, "vllm-memory").state == "ok"
+
+
+def test_doctor_vllm_without_a_daemon(subject: Subject) -> None:
+    ran = run_command(
+        "--socket", subject.socket, "doctor", "vllm", "--store", subject.store, "--json"
+    )
+    found = {one["id"]: one["state"] for one in ran.json()["checks"]}  # type: ignore[attr-defined]
+    assert found["vllm-daemon"] == "warn"
+    assert ran.code == 0

@@ -72,7 +72,7 @@ def _abilities(capabilities: Mapping[str, object] | None) -> str:
 
 @click.command(
     cls=Command,
-    example="kvstore doctor\nkvstore doctor /mnt/nvme/kv --json",
+    example="kvstore doctor\nkvstore doctor /mnt/nvme/kv --json\nkvstore doctor vllm",
     exits={0: "nothing fails", 1: "something does", 2: "", 13: "", 130: "", 141: ""},
 )
 @store_option
@@ -81,13 +81,17 @@ def doctor(call: Call, argument: str | None, store: str | None) -> int:
     """Tell what is wrong with this node, and what to do.
 
     Filesystem, free space, permissions, limits, memory, clock: nothing is written. A line for each
-    check: ok, warn, fail or unknown.
+    check: ok, warn, fail or unknown. "doctor vllm" looks at what a vLLM on this node needs; a STORE
+    of that name is written ./vllm.
     """
     from kvstore import config, doctor, render
+    from kvstore.commands import vllm
 
-    settings = config.load(call.flags(store=chosen_store(argument, store))).settings
+    about_vllm = argument == "vllm"
+    chosen = chosen_store(None if about_vllm else argument, store)
+    settings = config.load(call.flags(store=chosen)).settings
     subject = doctor.Subject(settings.store, settings.memory, settings.min_free, settings.socket)
-    checks = list(doctor.examine(subject))
+    checks = list((vllm if about_vllm else doctor).examine(subject))
     count = {state: sum(found.state == state for _, found in checks) for state in STATES}
     shown = ", ".join(f"{number} {state}" for state, number in count.items() if number)
     rows = [(found.state, name, found.message) for name, found in checks]

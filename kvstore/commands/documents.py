@@ -134,7 +134,10 @@ DOCUMENTS: dict[str, Fields] = {
         "namespaces": ("list of namespace", "what each holds"),
         "damage": ("list of string", "what is wrong with journal, checkpoint or namespaces"),
     },
-    "inspect --namespaces": {"namespaces": ("list of namespace", "what each holds")},
+    "inspect --namespaces": {
+        "namespaces": ("list of namespace", "what each holds"),
+        "differences": ("list of difference", "how each differs from its nearest one"),
+    },
     "inspect KEY": {
         **NAME,
         "parent": ("hex or null", "key of the block before it in its chain"),

@@ -203,7 +203,9 @@ def _show_store(call: Call, path: str | None, *, namespaces: bool) -> int:
             document = _asked_summary(client)
     shares = list(document["namespaces"])
     if namespaces:
-        call.output.result({"namespaces": shares}, _share_lines(shares))
+        differences = list(_differences(shares))
+        lines = [*_share_lines(shares), *_difference_lines(differences)]
+        call.output.result({"namespaces": shares, "differences": differences}, lines)
     else:
         lines = [*_summary_lines(document), *_share_lines(shares)]
         lines += [f"damage: {text}" for text in document["damage"]]
@@ -264,6 +266,45 @@ def _share_lines(shares: list[Mapping[str, Any]]) -> Iterator[str]:
             for share in shares
         ],
     )
+
+
+def _differences(shares: list[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield how each namespace differs from the one before that it has most in common with.
+
+    That tells why a model server does not find what it stored the day before. Those that share
+    less than half of their fields are of no kin.
+    """
+    records = [(share["id"], share["record"] or {}) for share in shares]
+    for number, (identity, record) in enumerate(records):
+        kin = [
+            (len(_unlike(record, other)), position, name)
+            for position, (name, other) in enumerate(records[:number])
+            if len(_unlike(record, other)) * 2 <= len(record.keys() | other.keys())
+        ]
+        if kin:
+            _, position, name = min(kin)
+            fields = _unlike(record, records[position][1])
+            yield {
+                "namespace": identity,
+                "other": name,
+                "fields": {
+                    field: [record.get(field), records[position][1].get(field)] for field in fields
+                },
+            }
+
+
+def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    return [name for name in sorted(one.keys() | other.keys()) if one.get(name) != other.get(name)]
+
+
+def _difference_lines(differences: list[dict[str, Any]]) -> Iterator[str]:
+    from kvstore import render
+
+    for difference in differences:
+        yield f"{difference['namespace']} differs from {difference['other']} in"
+        for name, values in difference["fields"].items():
+            mine, theirs = ("nothing" if one is None else render.compact(one) for one in values)
+            yield f"  {name}: {mine}, not {theirs}"
 
 
 def _openings(document: Mapping[str, Any]) -> str:

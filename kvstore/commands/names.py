@@ -41,12 +41,15 @@ class Space(NamedTuple):
         """Return the client's number of it; ``default`` is always open. Raises UnknownNamespace."""
         from kvstore import keys
 
-        record = self.record
-        if record == keys.named(keys.DEFAULT_NAMESPACE):
+        if self.record == keys.named(keys.DEFAULT_NAMESPACE):
             return 0
-        if record is None:
-            record = _record_of(client, self.id, create=create)
-        return client.namespace(record, create=create)
+        return client.namespace(self.known(client, create=create), create=create)
+
+    def known(self, client: Client, *, create: bool = False) -> Mapping[str, object]:
+        """Return its record. Raises UnknownNamespace, UsageError if ``create`` but only an id."""
+        if self.record is not None:
+            return self.record
+        return _record_of(client, self.id, create=create)
 
 
 def _record_of(client: Client, identity: str, *, create: bool) -> Mapping[str, object]:

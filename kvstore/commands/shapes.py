@@ -72,6 +72,11 @@ SHAPES: dict[str, Fields] = {
         "live_bytes": ("integer", "what their records take"),
         "quota_bytes": ("integer or null", "its own quota, see kvstore quota"),
     },
+    "difference": {
+        "namespace": ("hex", "id of the namespace"),
+        "other": ("hex", "the one of those before it that it has most in common with"),
+        "fields": ("object", "name of each field that differs, with the values of both"),
+    },
     "member": {
         "key": ("hex", "key of the block"),
         "depth": ("integer", "links to the first one of the chain"),

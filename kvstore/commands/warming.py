@@ -41,7 +41,8 @@ RATE_SECONDS = 0.25
     cls=Command,
     example=(
         "kvstore list > hot.txt; kvstore warm --from hot.txt\n"
-        "kvstore warm --recent 10GiB --rate 500MiB/s\nkvstore warm --namespace llama"
+        "kvstore warm --recent 10GiB --rate 500MiB/s\nkvstore warm --namespace llama\n"
+        "kvstore warm --tokens prompts.jsonl --namespace 0123456789abcdef0123456789abcdef"
     ),
     exits=online(
         e0="what is there and has room in memory is in memory",
@@ -51,6 +52,7 @@ RATE_SECONDS = 0.25
     ),
 )
 @click.option("--from", "source", metavar="FILE|-", help="Blocks, as list prints them.")
+@click.option("--tokens", metavar="FILE|-", help="Prompts of the vLLM whose --namespace it is.")
 @click.option("--recent", metavar="SIZE", help="What was used last, as much of it.")
 @click.option("--namespace", metavar="NAME|@FILE|ID", help="What was used last of this namespace.")
 @click.option("--rate", metavar="SIZE/s", help="Read no more than so many bytes a second.")
@@ -59,6 +61,7 @@ RATE_SECONDS = 0.25
 def warm(
     call: Call,
     source: str | None,
+    tokens: str | None,
     recent: str | None,
     namespace: str | None,
     rate: str | None,
@@ -67,11 +70,11 @@ def warm(
     """Bring blocks into the daemon's memory ahead of their use.
 
     A line of --from is NAMESPACE-ID SHARD KEY, or KEY alone in the namespace "default", shard 0.
+    A line of --tokens is a JSON list of token ids, or a request to vLLM with such a list as prompt.
     When as much is there as the memory holds, the rest is skipped. Clients go first: one of the
     daemon's workers reads, a little at a time.
     """
-    if (source is None) == (recent is None and namespace is None) or (source and namespace):
-        raise UsageError("warm wants one source", "use --from FILE, or --recent and --namespace")
+    _check_source(source, tokens, recent, namespace)
     speed = read_size(None if rate is None else rate.removesuffix("/s"), "--rate")
     if speed == 0:
         raise UsageError("--rate is 0", "write for example 200MiB/s")
@@ -81,11 +84,41 @@ def warm(
     with call.client() as client:
         require(client, namespace)
         asked = {"op": "recent", "bytes": size, "namespace": space and space.id}
+        if tokens is not None and space is not None:
+            lines = list(_prompted(tokens, space.id, space.known(client)))
         names = lines if lines is not None else _recent(client, asked)
         if dry_run:
             call.output.stream("blocks", map(described, names), {"dry_run": True})
             return 0
         return _warm(call, client, names, speed, newest_last=lines is None)
+
+
+def _check_source(
+    source: str | None, tokens: str | None, recent: str | None, namespace: str | None
+) -> None:
+    """Raise UsageError unless it is told, in one way, what is to be warmed."""
+    ways = (source, tokens, recent if recent is not None or tokens else namespace)
+    if sum(way is not None for way in ways) != 1:
+        raise UsageError("warm wants one source", "use --from FILE, or --recent and --namespace")
+    if tokens is not None and namespace is None:
+        raise UsageError(
+            "--tokens wants the namespace of a vLLM", "see kvstore inspect --namespaces"
+        )
+
+
+def _prompted(source: str, identity: str, record: Mapping[str, object]) -> Iterator[Name]:
+    """Yield the blocks of the prompts in a file. Raises UsageError."""
+    from kvstore import tokens
+
+    for number, text in enumerate(_lines(source), 1):
+        if text.strip():
+            try:
+                prompt = tokens.read_prompt(text)
+            except UsageError as error:
+                where = f"line {number} of {source}: {error.message}"
+                raise UsageError(where, error.hint) from None
+            for key in tokens.keys_in(record, prompt):
+                yield identity, 0, key.hex()
 
 
 def read_names(source: str) -> Iterator[Name]:

@@ -11,7 +11,8 @@ FILES = (
     *("__init__.py", "py.typed", "errors.py", "answers.py", "keys.py", "protocol.py"),
     *("credentials.py", "tls.py"),
     *("regions.py", "exchange.py", "waiting.py", "requests.py", "session.py"),
-    *("questions.py", "transfer.py", "operations.py", "client.py", "aclient.py", "integrations"),
+    *("questions.py", "transfer.py", "operations.py", "client.py", "aclient.py", "tokens.py"),
+    "integrations",
 )
 
 
@@ -21,5 +22,4 @@ class ClientFiles(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         package = Path(self.root).parents[1] / "kvstore"
         for name in FILES:
-            if name != "integrations" or (package / name).exists():
-                build_data["force_include"][str(package / name)] = f"kvstore/{name}"
+            build_data["force_include"][str(package / name)] = f"kvstore/{name}"

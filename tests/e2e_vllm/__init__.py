@@ -1,0 +1,1 @@
+"""A real vLLM against a real daemon: ``make e2e-vllm``."""
