@@ -12,6 +12,7 @@ import pytest
 
 from kvstore import files, layout
 from kvstore.answers import BlockStatus
+from kvstore.backends import publish
 from kvstore.backends.base import Engine, Scanned
 from kvstore.backends.filesystem import FilesystemEngine
 from kvstore.backends.leveldb import LeveldbEngine
@@ -308,3 +309,21 @@ def test_what_the_journal_holds_the_engine_holds_too_when_its_sync_fails(
 
 def _refuse(_: int) -> None:
     raise OSError(5, "Input/output error")
+
+
+def test_a_failed_sync_does_not_cost_what_an_earlier_opening_made_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = Local(tmp_path / "store")
+    local.put([key(1)], [block(1)], durable=True)
+    local.kill()
+    local = Local(tmp_path / "store")
+    local.put([key(2)], [block(2)])
+    monkeypatch.setattr(publish, "syncfs", _refuse)
+    with pytest.raises(EngineError, match="a sync failed"):
+        local.flush()
+    assert local.contains([key(1), key(2)]) == [True, False]
+    local.kill()
+    local = Local(tmp_path / "store")
+    assert local.get([key(1)]) == [block(1)]
+    local.kill()
