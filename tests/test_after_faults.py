@@ -327,3 +327,25 @@ def test_a_failed_sync_does_not_cost_what_an_earlier_opening_made_durable(
     local = Local(tmp_path / "store")
     assert local.get([key(1)]) == [block(1)]
     local.kill()
+
+
+def test_a_lost_file_whose_row_meets_a_newer_version_is_no_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal has the older one, of which only the name is there; the newer one is whole."""
+    path = tmp_path / "store"
+    local = Local(path)
+    local.put([key(1)], [block(1)])
+    (older,) = local.files()
+    (journal,) = (path / "blocks").glob("journal.*")
+    before = journal.read_bytes()
+    overwrite(local, 1)
+    local.kill()
+    journal.write_bytes(before)
+    older.write_bytes(b"")
+    monkeypatch.setattr(layout, "boot_id", lambda: b"another boot....")
+    local = Local(path)
+    assert local.get([key(1)]) == [block(501)]
+    assert local.store.status()["problems"] == []
+    assert not older.exists()
+    local.kill()
