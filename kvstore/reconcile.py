@@ -204,7 +204,9 @@ class Reconcile:
         if newer.any():
             core.queue(retire(core, rows[newer])[0])
         wanted = np.flatnonzero(~ignored & ~busy & (~known | newer))
-        wanted = wanted[_newest_of_each(keys[wanted], generations[wanted])]
+        newest = _newest_of_each(keys[wanted], generations[wanted])
+        self._delete(batch, chosen[wanted[~newest]])
+        wanted = wanted[newest]
         return self._adopt(batch, chosen[wanted], space, keys[wanted])
 
     def _delete(self, batch: Scanned, chosen: np.ndarray) -> None:

@@ -349,3 +349,50 @@ def test_a_lost_file_whose_row_meets_a_newer_version_is_no_problem(
     assert local.store.status()["problems"] == []
     assert not older.exists()
     local.kill()
+
+
+def test_a_short_write_of_the_journal_costs_no_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds the new version, and no more: the old one goes at the next opening."""
+    local = Local(tmp_path / "store")
+    local.put([key(1)], [block(1)])
+    real, writes = os.pwrite, 0
+
+    def short(descriptor: int, data: memoryview, offset: int) -> int:
+        nonlocal writes
+        writes += descriptor == local.core.journal._descriptor
+        if writes == 2:  # the first one is BEGIN
+            real(descriptor, data, offset)
+            return len(data) // 2
+        return real(descriptor, data, offset)
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "pwrite", short)
+        job = local.begin_put([key(1)], [block(501)], overwrite=True)
+        local.store.run_chores()
+        job.perform()
+        local.store.finish(job)
+        local.store.run_chores()
+    assert local.core.read_only
+    local.kill()
+    local = Local(tmp_path / "store")
+    assert local.get([key(1)]) == [block(501)]
+    local.kill()
+
+
+def test_of_two_versions_that_nobody_knows_the_older_one_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "store"
+    local = Local(path)
+    local.put([key(1)], [block(1)])
+    monkeypatch.setattr(local.core.engine, "delete_many", lambda *_, **__: 0)
+    overwrite(local, 1)
+    assert len(local.files()) == 2
+    local.kill()
+    lose_journal(path)
+    local = Local(path)
+    assert local.get([key(1)]) == [block(501)]
+    assert len(local.files()) == 1
+    local.kill()
