@@ -2,7 +2,7 @@
 # make test   every check and every test            make clean   remove what was built
 # make docs   docs/cli.md and docs/json.md, from the commands
 # make fuzz   clients that misbehave (FRAMES=1000000 SEED=)
-# make faults power losses, kills and failing calls (FAULT_POINTS=1000 SEED=)
+# make faults   power losses, kills and failing calls (FAULT_POINTS=1000 SEED=)
 # make soak   mixed load with faults (SECONDS=3600 SEED=)
 # make vectors    the published counts of replays (TRACES=DIR)
 # make matrix     what fsck makes of every kind of damage, for each engine
@@ -62,9 +62,9 @@ lint: venv
 	$(RUN) codespell_lib kvstore tests docs README.md Makefile
 
 # Tests with deadlines of their own run one after the other; all others two at a time.
-TIMED_TESTS := $(patsubst %,tests/test_%.py,capacity client data_plane fuzz_socket kill notify \
-	private_namespaces promises reload role_table roles server settle soak superblock_daemon \
-	systemd systemd_stores tls writer_late)
+TIMED_TESTS := $(patsubst %,tests/test_%.py,capacity client data_plane fault_laboratory fuzz_socket \
+	kill notify private_namespaces promises reload role_table roles server settle soak \
+	superblock_daemon systemd systemd_stores tls writer_late)
 test: lint
 	$(RUN) pytest -n 2 $(addprefix --ignore=,$(TIMED_TESTS))
 	$(RUN) pytest $(TIMED_TESTS)

@@ -25,7 +25,7 @@ from kvstore.removal import discard, retire
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvstore.backends.base import U32, U64, Finding
+    from kvstore.backends.base import U32, U64
     from kvstore.core import Core
     from kvstore.errors import KVStoreError
 
@@ -52,7 +52,7 @@ class Reconcile:
         self._written: list[np.ndarray] = []
         self._strange = 0
         self._synced = core.synced_generation
-        self._unfinished: list[Blocks] = []
+        self._nameonly: list[tuple[bytes, int, bytes, int]] = []
         self._seen = np.zeros(core.index.row_limit, np.bool_)
         core.scan = self
         self._queue(self._read, self._compare)
@@ -156,29 +156,29 @@ class Reconcile:
         self._strange += len(batch.strange)
         for finding in batch.strange:
             log.warning("%s: %s: %s", finding.kind, finding.path, finding.detail)
-            self._note_unfinished(finding)
+            if finding.identity is not None:
+                self._nameonly.append(finding.identity)
         records = [self._compare_group(batch, chosen) for chosen in _groups(batch)]
         new = np.concatenate([events.blank(0, events.Kind.PUT), *records])
         self._queue(lambda: self._save(new), lambda: self._queue(self._read, self._compare))
 
-    def _note_unfinished(self, finding: Finding) -> None:
-        """Note a record without a header that no row holds and no sync has covered.
+    def _unfinished(self) -> list[Blocks]:
+        """Return the records without a header that no row holds and no sync has covered.
 
         After a power loss such files are what is left of writes that nobody was promised: the name
         has reached the disk, the content has not. A row that holds one is judged with the others.
         """
-        core, identity = self._core, finding.identity
-        if identity is None or not core.doubt:
-            return
-        namespace, shard, key, generation = identity
-        if not self._synced < generation <= self._base:
-            return
-        keys = np.frombuffer(key, np.uint8).reshape(1, -1)
-        rows = core.index.find(space_number(core.namespaces.known(namespace).number, shard), keys)
-        generations = np.array([generation], np.uint64)
-        if rows[0] == NONE or not core.index.holds(rows, generations)[0]:
-            nothing = np.zeros(1, np.uint32), generations, np.zeros(1, np.uint64)
-            self._unfinished.append(Blocks(namespace, shard, keys, *nothing))
+        core, found = self._core, []
+        for namespace, shard, key, generation in self._nameonly if core.doubt else ():
+            if not self._synced < generation <= self._base:
+                continue
+            space = space_number(core.namespaces.known(namespace).number, shard)
+            keys = np.frombuffer(key, np.uint8).reshape(1, -1)
+            rows, generations = core.index.find(space, keys), np.array([generation], np.uint64)
+            if rows[0] == NONE or not core.index.holds(rows, generations)[0]:
+                nothing = np.zeros(1, np.uint32), generations, np.zeros(1, np.uint64)
+                found.append(Blocks(namespace, shard, keys, *nothing))
+        return found
 
     def _save(self, records: events.Records) -> None:
         self._core.journal.append(records)
@@ -204,7 +204,9 @@ class Reconcile:
         if newer.any():
             core.queue(retire(core, rows[newer])[0])
         wanted = np.flatnonzero(~ignored & ~busy & (~known | newer))
-        wanted = wanted[_newest_of_each(keys[wanted], generations[wanted])]
+        newest = _newest_of_each(keys[wanted], generations[wanted])
+        self._delete(batch, chosen[wanted[~newest]])
+        wanted = wanted[newest]
         return self._adopt(batch, chosen[wanted], space, keys[wanted])
 
     def _delete(self, batch: Scanned, chosen: np.ndarray) -> None:
@@ -269,7 +271,7 @@ class Reconcile:
         there = (index.flags[rows] & DISK) != 0
         rows = rows[there & (index.generations[rows] <= self._base)]
         groups = versions.groups(index, self._core.namespaces, rows)
-        unfinished = self._unfinished
+        unfinished = self._unfinished()
         found: list[tuple[U32, U64, str]] = []
 
         def look() -> None:

@@ -155,9 +155,9 @@ def heed_failures(core: Core) -> None:
 def _lose_unsynced(core: Core) -> None:
     index = core.index
     rows = index.rows_of(None)
-    flags = index.flags[rows]
-    doubtful = ((flags & DISK) != 0) & ((flags & DURABLE) == 0)
-    doubtful &= index.generations[rows] > core.synced_generation
+    doubtful = (index.flags[rows] & DISK) != 0
+    # What may have been promised stays: every read verifies it.
+    doubtful &= ~core.perhaps_durable(rows, index.generations[rows])
     if doubtful.any():
         log.error("a sync failed: %d blocks written since the last one are lost", doubtful.sum())
         core.queue(retire(core, rows[doubtful])[0])

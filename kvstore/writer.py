@@ -379,16 +379,17 @@ class Write(Job):
         core = self._core
         try:
             end = core.journal.append(puts)
-        except KVStoreError:
-            # The bytes are there but the journal cannot promise them: take them back, so that
-            # memory, journal and disk agree that these writes failed.
+        except StoreFull:
+            # Nothing was written, and the journal goes on: take the bytes back, so that memory,
+            # journal and disk agree that these writes failed.
             for entry, skip in zip(self._entries, self._skip, strict=True):
                 ok = ~skip & (entry.statuses == Status.OK)
                 core.engine.delete_many(entry.blocks.at(entry.written).take(ok))
                 entry.statuses[~skip] = Status.FAILED
             raise
-        # Where only the sync fails the journal has them, and so must the engine: these writes have
-        # failed for who waits, and the next opening may find them.
+        # Where the journal fails otherwise it may hold some of them, and what it holds the engine
+        # must hold. They have failed for who waits; the next opening finds them, or deletes what
+        # was begun and not promised.
         if any(self._synced):
             core.journal.sync(end)
 

@@ -12,6 +12,7 @@ import pytest
 
 from kvstore import files, layout
 from kvstore.answers import BlockStatus
+from kvstore.backends import publish
 from kvstore.backends.base import Engine, Scanned
 from kvstore.backends.filesystem import FilesystemEngine
 from kvstore.backends.leveldb import LeveldbEngine
@@ -308,3 +309,90 @@ def test_what_the_journal_holds_the_engine_holds_too_when_its_sync_fails(
 
 def _refuse(_: int) -> None:
     raise OSError(5, "Input/output error")
+
+
+def test_a_failed_sync_does_not_cost_what_an_earlier_opening_made_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = Local(tmp_path / "store")
+    local.put([key(1)], [block(1)], durable=True)
+    local.kill()
+    local = Local(tmp_path / "store")
+    local.put([key(2)], [block(2)])
+    monkeypatch.setattr(publish, "syncfs", _refuse)
+    with pytest.raises(EngineError, match="a sync failed"):
+        local.flush()
+    assert local.contains([key(1), key(2)]) == [True, False]
+    local.kill()
+    local = Local(tmp_path / "store")
+    assert local.get([key(1)]) == [block(1)]
+    local.kill()
+
+
+def test_a_lost_file_whose_row_meets_a_newer_version_is_no_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal has the older one, of which only the name is there; the newer one is whole."""
+    path = tmp_path / "store"
+    local = Local(path)
+    local.put([key(1)], [block(1)])
+    (older,) = local.files()
+    (journal,) = (path / "blocks").glob("journal.*")
+    before = journal.read_bytes()
+    overwrite(local, 1)
+    local.kill()
+    journal.write_bytes(before)
+    older.write_bytes(b"")
+    monkeypatch.setattr(layout, "boot_id", lambda: b"another boot....")
+    local = Local(path)
+    assert local.get([key(1)]) == [block(501)]
+    assert local.store.status()["problems"] == []
+    assert not older.exists()
+    local.kill()
+
+
+def test_a_short_write_of_the_journal_costs_no_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds the new version, and no more: the old one goes at the next opening."""
+    local = Local(tmp_path / "store")
+    local.put([key(1)], [block(1)])
+    real, writes = os.pwrite, 0
+
+    def short(descriptor: int, data: memoryview, offset: int) -> int:
+        nonlocal writes
+        writes += descriptor == local.core.journal._descriptor
+        if writes == 2:  # the first one is BEGIN
+            real(descriptor, data, offset)
+            return len(data) // 2
+        return real(descriptor, data, offset)
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "pwrite", short)
+        job = local.begin_put([key(1)], [block(501)], overwrite=True)
+        local.store.run_chores()
+        job.perform()
+        local.store.finish(job)
+        local.store.run_chores()
+    assert local.core.read_only
+    local.kill()
+    local = Local(tmp_path / "store")
+    assert local.get([key(1)]) == [block(501)]
+    local.kill()
+
+
+def test_of_two_versions_that_nobody_knows_the_older_one_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "store"
+    local = Local(path)
+    local.put([key(1)], [block(1)])
+    monkeypatch.setattr(local.core.engine, "delete_many", lambda *_, **__: 0)
+    overwrite(local, 1)
+    assert len(local.files()) == 2
+    local.kill()
+    lose_journal(path)
+    local = Local(path)
+    assert local.get([key(1)]) == [block(501)]
+    assert len(local.files()) == 1
+    local.kill()
