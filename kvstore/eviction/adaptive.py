@@ -47,10 +47,6 @@ class _Known(Arrays):
     def __init__(self) -> None:
         super().__init__({"seen": (np.uint32, ()), "marks": (np.uint16, ())}, 1024)
 
-    def reach(self, rows: int) -> None:
-        if rows > len(self.seen):  # the shorter one: both fill whole pages
-            self._grow(max(rows, len(self.seen) * 5 // 4))
-
 
 class Adaptive:
     """Offers the rows that are worth least."""

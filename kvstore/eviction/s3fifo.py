@@ -42,10 +42,6 @@ class _Queues(Arrays):
     def __init__(self) -> None:
         super().__init__({"turns": (np.uint64, ()), "states": (np.uint8, ())}, 1024)
 
-    def reach(self, rows: int) -> None:
-        if rows > len(self.turns):  # the shorter one: both fill whole pages
-            self._grow(max(rows, len(self.turns) * 5 // 4))
-
 
 class S3Fifo:
     """Offers newcomers first while they take more than a tenth, then the oldest nobody used."""
