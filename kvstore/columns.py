@@ -80,6 +80,12 @@ class Arrays:
         array = np.frombuffer(memory, dtype, rows * math.prod(trailing))
         setattr(self, name, array.reshape(rows, *trailing))
 
+    def reach(self, rows: int) -> None:
+        """Make every array at least ``rows`` long, and then some. Raises MemoryError."""
+        shortest = min(len(getattr(self, name)) for name in self._shapes)
+        if rows > shortest:
+            self._grow(max(rows, shortest * 5 // 4))
+
     def _grow(self, rows: int) -> None:
         """Make every array at least ``rows`` long; raises MemoryError, leaving all usable."""
         for name, shape in self._shapes.items():

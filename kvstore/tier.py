@@ -165,7 +165,7 @@ class Tier:
             raise ValueError("a row or slot is in use already")
         if len(rows) != len(slots) or np.any(self._rows[ids]):
             raise ValueError("each row needs a slot of its own")
-        self._where.reach(int(rows.max(initial=0)))
+        self._where.reach(int(rows.max(initial=0)) + 1)
         self._arena.commit(slots)
         self._where.ids[rows] = ids + 1
         self._rows[ids] = rows + 1
@@ -376,10 +376,6 @@ class _Where(Arrays):
         found = self.ids.take(rows, mode="clip").astype(np.int64)
         found[rows >= len(self.ids)] = 0
         return found
-
-    def reach(self, row: int) -> None:
-        if row >= len(self.ids):
-            self._grow(max(row + 1, len(self.ids) * 5 // 4))
 
 
 class _Oldest:

@@ -32,10 +32,10 @@ _WORTH_A_TRY = 0.08
 """Share of the known blocks asked for that came back too late, from which on the table decides."""
 _WINDOW = 16_384
 """Blocks over which that share is taken, about."""
-_SAMPLE = 16_384
-"""Rows looked at for a batch of victims, where there are more than twice as many."""
-_CLIMB = 64
-"""Blocks of one chain that may leave in one batch of such."""
+_EXACT = 32_768
+"""Up to so many rows all of them are looked at, else a sample: the owner thread has no time."""
+_SAMPLE, _EACH = 8192, 8
+"""Rows of a sample, and for each victim of a large batch."""
 
 
 class _Known(Arrays):
@@ -46,10 +46,6 @@ class _Known(Arrays):
 
     def __init__(self) -> None:
         super().__init__({"seen": (np.uint32, ()), "marks": (np.uint16, ())}, 1024)
-
-    def reach(self, rows: int) -> None:
-        if rows > len(self.seen):  # the shorter one: both fill whole pages
-            self._grow(max(rows, len(self.seen) * 5 // 4))
 
 
 class Adaptive:
@@ -99,7 +95,7 @@ class Adaptive:
         known.seen[line[asked]] = tick
         self._requests += 1
         if self._requests % (_LEARN_EVERY if self._requests <= _EARLY else _LEARN_SELDOM) == 0:
-            self._learn()
+            self._learn(rows.row_limit)
 
     def gone(self, rows: RowView, gone: U32) -> None:
         known = self._known
@@ -109,15 +105,16 @@ class Adaptive:
             return
         if self._ghosts.is_full(len(gone)):
             here = int(np.count_nonzero(rows.flags & np.uint8(DISK)))
-            self._forget(*self._ghosts.turn_over(max(here, len(gone))))
+            for lost in self._ghosts.turn_over(max(here, len(gone))):
+                self._forget(*lost)
         self._forget(*self._ghosts.file(rows.digest(gone), known.seen[gone], known.marks[gone]))
         known.marks[gone] = 0
 
-    def _forget(self, seen: U32, marks: U16) -> None:
+    def _forget(self, seen: U32, marks: U16, weight: float = 1.0) -> None:
         """Blocks that are forgotten count as never coming back: without them all that is known
         would be what came back soon."""
         if len(marks):
-            self._reuse.forgotten += reuse.tally(_cells(marks, seen, self._tick))
+            self._reuse.forgotten += weight * reuse.tally(_cells(marks, seen, self._tick))
 
     def _note_late(self, late: int, asked: int) -> None:
         self._late += late
@@ -132,12 +129,25 @@ class Adaptive:
         self._tick = max(int((now - self._start) * _TICKS), self._tick)
         return self._tick
 
-    def _learn(self) -> None:
-        known = self._known
-        here = np.flatnonzero(known.marks)
-        waiting = reuse.tally(_cells(known.marks[here], known.seen[here], self._tick))
-        seen, marks = self._ghosts.all()
-        self._reuse.learn(waiting + reuse.tally(_cells(marks, seen, self._tick)))
+    def _learn(self, limit: int) -> None:
+        """Make the table anew from what is known of row ids below ``limit``, and of ghosts."""
+        known, some = self._known, self._spread(limit, _SAMPLE)
+        some = some[known.marks[some] != 0]
+        weight = max(limit / _SAMPLE, 1.0) if limit > _EXACT else 1.0
+        waiting = weight * reuse.tally(_cells(known.marks[some], known.seen[some], self._tick))
+        for seen, marks, weight in self._ghosts.some():
+            waiting += weight * reuse.tally(_cells(marks, seen, self._tick))
+        self._reuse.learn(waiting)
+
+    def _spread(self, limit: int, count: int) -> U32:
+        """Return about ``count`` row ids below ``limit``, evenly spread and others each time, or
+        all if these are few."""
+        if limit <= max(_EXACT, 2 * count):
+            return np.arange(limit, dtype=np.uint32)
+        self._samples += 1
+        start = self._samples * 0.6180339887498949 % 1.0
+        places: U32 = ((np.arange(count) + start) * (limit / count)).astype(np.uint32)
+        return places
 
     # -- choosing ---------------------------------------------------------------------------------
 
@@ -146,11 +156,15 @@ class Adaptive:
         self._known.reach(rows.row_limit)
         if self._late < _WORTH_A_TRY * (self._late + self._found):
             return self._lru.candidates(rows, count, now)
-        if rows.row_limit > 2 * _SAMPLE:
-            found = self._least(rows, self._sampled(rows, count), count)
+        looked = max(_SAMPLE, _EACH * count)
+        while True:
+            some = self._spread(rows.row_limit, looked)
+            if len(some) == rows.row_limit:
+                return self._least(rows, some, count)
+            found = self._least(rows, self._with_chains(rows, some, count), count)
             if len(found) >= count:
                 return found
-        return self._least(rows, np.arange(rows.row_limit, dtype=np.uint32), count)
+            looked *= 4
 
     def _least(self, rows: RowView, among: U32, count: int) -> U32:
         """Return those that the engine has, worth least first, equal ones in the order of use;
@@ -165,23 +179,19 @@ class Adaptive:
         found: U32 = there[np.lexsort((rows.last_use[there], worth))]
         return found
 
-    def _sampled(self, rows: RowView, count: int) -> U32:
-        """Return leaves spread evenly over all rows, the lower half of them with the chain above
-        each as far as it would become a leaf in turn."""
-        self._samples += 1
-        start = self._samples * 0.6180339887498949 % 1.0
-        places = (np.arange(_SAMPLE) + start) * (rows.row_limit / _SAMPLE)
-        leaves = _there(rows, places.astype(np.uint32))
+    def _with_chains(self, rows: RowView, some: U32, count: int) -> U32:
+        """Return the leaves among some rows that are worth least, with the chain above each as far
+        as it would become a leaf in turn."""
+        leaves = _there(rows, some)
         leaves = leaves[rows.children[leaves] == 0]
-        leaves = self._least(rows, leaves, len(leaves))[: max(len(leaves) // 8, count // 8)]
-        parts, at = [leaves], leaves
-        for _ in range(_CLIMB):
+        leaves = self._least(rows, leaves, len(leaves))[: max(len(leaves) // 8, count // 4)]
+        parts, at, total = [leaves], leaves, len(leaves)
+        while len(at) and total < 2 * count:
             at = rows.parents[at]
             at = _there(rows, at[at != NONE])
             at = at[rows.children[at] == 1]
-            if not len(at):
-                break
             parts.append(at)
+            total += len(at)
         return np.concatenate(parts)
 
     # -- restarts ---------------------------------------------------------------------------------

@@ -19,10 +19,14 @@ if TYPE_CHECKING:
 
     from kvstore.columns import U16, U32, U64, Bools
 
+    Some = list[tuple[U32, U16, float]]
+    """Times and marks of entries, and how many each of them stands for."""
+
 SLOTS = 16
 _FILL = 12
 """Entries a bucket on average, when its table is full."""
 _LEAST_BUCKETS = 64
+_SAMPLED_BUCKETS = 1024
 _PARTS = ("prints", "seen", "marks")
 
 
@@ -89,10 +93,12 @@ class Table:
             left = np.delete(left, first)
         return np.concatenate(lost_seen), np.concatenate(lost_marks)
 
-    def all(self) -> tuple[U32, U16]:
-        """Return times and marks of all entries."""
-        there = self.prints != 0
-        return self.seen[there], self.marks[there]
+    def some(self) -> tuple[U32, U16, float]:
+        """Return times and marks of all entries, or of an even share of a large table, and how many
+        each of them stands for."""
+        part = slice(None, None, max(self.buckets // _SAMPLED_BUCKETS, 1))
+        there = self.prints[part] != 0
+        return self.seen[part][there], self.marks[part][there], self.buckets / len(there)
 
 
 class Ghosts:
@@ -123,10 +129,9 @@ class Ghosts:
         """Tell whether so many more want :meth:`turn_over` first."""
         return self._young.count + more > self._limit
 
-    def turn_over(self, blocks: int) -> tuple[U32, U16]:
-        """Begin a new table, for twice as many as there are blocks; return times and marks of those
-        that are forgotten."""
-        gone = self._old.all()
+    def turn_over(self, blocks: int) -> Some:
+        """Begin a new table, for twice as many as there are blocks; return what is forgotten."""
+        gone = [self._old.some()]
         self._limit = 2 * blocks
         self._old, self._young = self._young, Table(self._limit)
         return gone
@@ -135,10 +140,9 @@ class Ghosts:
         """Remember blocks that left; return what had to be forgotten for them."""
         return self._young.file(hashes, seen, marks)
 
-    def all(self) -> tuple[U32, U16]:
-        """Return times and marks of all that are remembered."""
-        (seen, marks), (old_seen, old_marks) = self._young.all(), self._old.all()
-        return np.append(seen, old_seen), np.append(marks, old_marks)
+    def some(self) -> Some:
+        """Return what is remembered, as far as it takes to know what is in it."""
+        return [self._young.some(), self._old.some()]
 
     def capture(self) -> dict[str, Any]:
         """Return all that is needed to go on, by name."""

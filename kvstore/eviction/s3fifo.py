@@ -42,10 +42,6 @@ class _Queues(Arrays):
     def __init__(self) -> None:
         super().__init__({"turns": (np.uint64, ()), "states": (np.uint8, ())}, 1024)
 
-    def reach(self, rows: int) -> None:
-        if rows > len(self.turns):  # the shorter one: both fill whole pages
-            self._grow(max(rows, len(self.turns) * 5 // 4))
-
 
 class S3Fifo:
     """Offers newcomers first while they take more than a tenth, then the oldest nobody used."""
@@ -102,25 +98,23 @@ class S3Fifo:
 
     def candidates(self, rows: RowView, count: int, now: float) -> U32:
         self._queues.reach(rows.row_limit)
-        there = self._there(rows)
-        many = int(np.count_nonzero((there & _BOTH) == _SMALL)) * _SMALL_SHARE > np.count_nonzero(
-            there
-        )
-        queues = [self._small, self._main] if many else [self._main, self._small]
-        found = [self._offered(rows, queue, count) for queue in queues]
-        return np.concatenate(found)[: max(count, len(found[0]))]
-
-    def _there(self, rows: RowView) -> U8:
-        """Return the states of rows that the engine has, 0 for others."""
         flags = rows.flags & np.uint8(DISK | WRITING | GHOST | HIDDEN)
-        return np.where(flags == DISK, self._queues.states[: len(flags)], 0).astype(np.uint8)
+        there = self._queues.states[: len(flags)] * (flags == DISK)
+        small = np.count_nonzero(there & np.uint8(_SMALL))
+        queues = [self._small, self._main]
+        if small * _SMALL_SHARE <= np.count_nonzero(there):
+            queues.reverse()
+        found = self._offered(there, queues[0], count)
+        if len(found) < count:
+            found = np.concatenate([found, self._offered(there, queues[1], count - len(found))])
+        return found
 
-    def _offered(self, rows: RowView, queue: Lru, count: int) -> U32:
+    def _offered(self, there: U8, queue: Lru, count: int) -> U32:
         """Return the oldest of a queue; those that earned it move on or go round meanwhile."""
         queues = self._queues
         for _ in range(_ROUNDS):
-            oldest = queue.oldest(queues.turns, self._there(rows), count)
-            states = queues.states[oldest]
+            oldest = queue.oldest(queues.turns, there, count)
+            states = there[oldest]
             small = (states & _BOTH) == _SMALL
             uses = states // _USE
             stays = np.where(small, uses >= _PROMOTED, uses > 0)
@@ -128,6 +122,7 @@ class S3Fifo:
                 break
             moved = np.where(small, _MAIN, states - np.uint8(_USE)).astype(np.uint8)
             self._file(oldest[stays], moved[stays])
+            there[oldest[stays]] = moved[stays]
         return oldest
 
     def capture(self, rows: RowView) -> dict[str, Any]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvstore.holds import Bytes
     from kvstore.replay.trace import I64, Trace
 
-AHEAD = 256
+AHEAD = 1024
 """Requests whose rows are looked up at once where the order alone decides who leaves."""
 _CHECKS = 16
 """How often orphans are counted in a replay."""
