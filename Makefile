@@ -57,7 +57,7 @@ lint: venv
 
 # Tests with deadlines of their own run one after the other; all others two at a time.
 TIMED_TESTS := $(patsubst %,tests/test_%.py,capacity client data_plane fuzz_socket kill notify \
-	promises roles server settle soak superblock_daemon systemd writer_late)
+	promises roles server settle soak superblock_daemon systemd tiering writer_late)
 test: lint
 	$(RUN) pytest -n 2 $(addprefix --ignore=,$(TIMED_TESTS))
 	$(RUN) pytest $(TIMED_TESTS)
