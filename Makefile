@@ -64,7 +64,7 @@ lint: venv
 # Tests with deadlines of their own run one after the other; all others two at a time.
 TIMED_TESTS := $(patsubst %,tests/test_%.py,capacity client data_plane fault_laboratory fuzz_socket \
 	kill notify private_namespaces promises reload role_table roles server settle soak \
-	superblock_daemon systemd systemd_stores tls writer_late)
+	superblock_daemon systemd systemd_stores tiering tls writer_late)
 test: lint
 	$(RUN) pytest -n 2 $(addprefix --ignore=,$(TIMED_TESTS))
 	$(RUN) pytest $(TIMED_TESTS)

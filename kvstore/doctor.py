@@ -19,7 +19,7 @@ from kvstore import __version__, layout, node, space
 from kvstore.errors import KVStoreError, StoreNotFound
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 State = Literal["ok", "warn", "fail", "unknown"]
 
@@ -69,9 +69,11 @@ class Subject(NamedTuple):
     socket: Path
 
 
-def examine(subject: Subject) -> Iterator[tuple[str, Found]]:
-    """Yield the name of each check and what it found."""
-    for name, look in CHECKS.items():
+def examine(
+    subject: Subject, checks: Mapping[str, Callable[[Subject], Found]] | None = None
+) -> Iterator[tuple[str, Found]]:
+    """Yield the name of each check, those of a store without ``checks``, and what it found."""
+    for name, look in (CHECKS if checks is None else checks).items():
         try:
             yield name, look(subject)
         except OSError as error:

@@ -262,14 +262,17 @@ class Operations(Questions):
         return Sizes(found.statuses, found.lengths)
 
     async def stream_get(
-        self, keys: Sequence[bytes], **where: Unpack[Where]
+        self, keys: Sequence[bytes], *, size: int | None = None, **where: Unpack[Where]
     ) -> AsyncGenerator[Block, None]:
         """Yield (position, status, bytes or None) in the order of the keys, as blocks arrive.
 
-        The bytes are valid until the next step. Closing the iterator cancels the rest.
+        The bytes are valid until the next step. Closing the iterator cancels the rest. ``size``:
+        what most of the blocks have at most, if it is known.
         """
         call, names = self._call(**where), key_array(keys)
         capacities = self._capacities(call, len(names))
+        if size is not None:
+            capacities = np.full(len(names), size, np.uint32)
         async with aclosing(self._find(call, Op.STREAM_GET, names, capacities)) as answers:
             async for found in answers:
                 for offset, view in enumerate(found.views):

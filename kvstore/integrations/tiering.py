@@ -314,13 +314,14 @@ class Tier:
         done: list[bytes] = []
 
         def load(namespace: int, seconds: float) -> None:
+            size = self._pool.shape[1]
             for position, status, block in self._client.stream_get(
-                job.keys, namespace=namespace, timeout=seconds
+                job.keys, size=size, namespace=namespace, timeout=seconds
             ):
                 if status != BlockStatus.OK or block is None:
                     continue
                 # One of another length is not ours: the rest of the row would be somebody else's.
-                if len(block) == self._pool.shape[1]:
+                if len(block) == size:
                     np.copyto(self._pool[job.rows[position]], np.frombuffer(block, np.uint8))
                     done.append(job.keys[position])
 

@@ -16,15 +16,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import vllm
-from vllm.logger import init_logger
-from vllm.v1.kv_offload import base as vllm_base
-from vllm.v1.kv_offload.tiering import base as vllm_tiering
 
 from kvstore.client import Client
 from kvstore.errors import UsageError
 from kvstore.integrations import vllm_namespace as namespace
 from kvstore.integrations import vllm_versions as versions
 from kvstore.integrations.tiering import Limits, Tier, Verdict
+
+# First of all: others do not have what is imported next.
+VERSION = versions.check(str(vllm.__version__))
+
+from vllm.logger import init_logger  # noqa: E402
+from vllm.v1.kv_offload import base as vllm_base  # noqa: E402
+from vllm.v1.kv_offload.tiering import base as vllm_tiering  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -53,8 +57,7 @@ def default_socket() -> str:
 class KvstoreTier(vllm_tiering.SecondaryTierManager):  # type: ignore[misc]
     """The tier. ``settings`` are those of its entry in ``secondary_tiers``, told in docs/vllm.md.
 
-    Raises UsageError, which ends the start of vLLM, for versions of vLLM and settings that we do
-    not know.
+    Raises UsageError, which ends the start of vLLM, for settings that we do not know.
     """
 
     medium: ClassVar[Any] = vllm_base.Medium.STORAGE
@@ -67,7 +70,6 @@ class KvstoreTier(vllm_tiering.SecondaryTierManager):  # type: ignore[misc]
         backpressure_detector: Any = None,
         **settings: Any,
     ) -> None:
-        version = versions.check(str(vllm.__version__))
         more = versions.base_arguments(vllm_tiering.SecondaryTierManager, backpressure_detector)
         super().__init__(offloading_spec, primary_kv_view, tier_type, **more)
         unknown = settings.keys() - {*SETTINGS, *SECONDS}
@@ -78,7 +80,7 @@ class KvstoreTier(vllm_tiering.SecondaryTierManager):  # type: ignore[misc]
             )
         if settings.get("locality") is not None:
             self.locality = vllm_base.Locality(settings["locality"])
-        record = _record(offloading_spec, primary_kv_view, version, settings)
+        record = _record(offloading_spec, primary_kv_view, settings)
         address = str(settings.get("socket") or default_socket())
         logger.info("kvstore: namespace %s, daemon on %s", record, address)
         if "random_seed" in record:
@@ -133,7 +135,8 @@ class KvstoreTier(vllm_tiering.SecondaryTierManager):  # type: ignore[misc]
                 self._events.append(self._event(list(outcome.done)))
             partly = not job.stores and not outcome.success and bool(outcome.done)
             results.append(
-                vllm_tiering.JobResult(
+                versions.made(
+                    vllm_tiering.JobResult,
                     job_id=job.number,
                     success=outcome.success,
                     successful_keys=tuple(outcome.done) if partly else None,
@@ -149,7 +152,8 @@ class KvstoreTier(vllm_tiering.SecondaryTierManager):  # type: ignore[misc]
     # -- the rest ---------------------------------------------------------------------------------
 
     def _event(self, keys: list[Any]) -> Any:
-        return vllm_base.OffloadingEvent(
+        return versions.made(
+            vllm_base.OffloadingEvent,
             keys=keys,
             medium=self.medium,
             removed=False,
@@ -173,9 +177,7 @@ def _limits(settings: dict[str, Any]) -> Limits:
     return Limits(**chosen)
 
 
-def _record(
-    spec: Any, view: memoryview, version: str, settings: dict[str, Any]
-) -> dict[str, object]:
+def _record(spec: Any, view: memoryview, settings: dict[str, Any]) -> dict[str, object]:
     config = versions.at_hand(spec, "vllm_config")
     kv_cache = versions.at_hand(spec, "kv_cache_config")
     if config is None or kv_cache is None:
@@ -189,7 +191,7 @@ def _record(
         spec.config,
         config,
         kv_cache,
-        version=version,
+        version=VERSION,
         row_bytes=view.strides[0],
         blocks_per_chunk=versions.blocks_per_chunk(spec),
         seed=versions.seed(algorithm),

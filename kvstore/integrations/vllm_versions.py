@@ -51,6 +51,12 @@ def blocks_per_chunk(spec: Any) -> int:
     return int(getattr(spec, "blocks_per_chunk", old))
 
 
+def made(kind: Any, **fields: object) -> Any:
+    """Return a message of vLLM with those of the fields that this version has."""
+    known = inspect.signature(kind).parameters
+    return kind(**{name: value for name, value in fields.items() if name in known})
+
+
 def base_arguments(base: type, detector: object) -> dict[str, object]:
     """Return what the constructor of vLLM's class takes beyond the first three arguments."""
     takes = inspect.signature(base.__init__).parameters  # type: ignore[misc]
