@@ -454,7 +454,7 @@ def test_what_was_cut_off_after_a_clean_stop_is_noticed(name: str, tmp_path: Pat
     note = tmp_path / name / "sizes.json"
     assert any(name.startswith("MANIFEST") for name in json.loads(note.read_text()))
     for path in (tmp_path / name).iterdir():
-        if path != note and path.stat().st_size:
+        if path != note and not path.name.startswith("LOG") and path.stat().st_size:
             good = path.read_bytes()
             os.truncate(path, len(good) - 1)
             with pytest.raises(CorruptStore, match="shorter"):
