@@ -51,7 +51,10 @@ def make_model(folder: Path, seed: int) -> None:
 
 
 class Vllm:
-    """One vLLM, ready to be asked. ``log`` receives what it says; ``at_once``: prompts in a batch."""
+    """One vLLM, ready to be asked; ``log`` receives what it says.
+
+    ``at_once``: prompts that are computed together.
+    """
 
     def __init__(
         self, model: Path, extra: dict[str, Any] | None, log: Path, at_once: int = 1
