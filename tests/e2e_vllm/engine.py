@@ -29,7 +29,7 @@ COUNTED = ("kv_offload_tiering", "external_prefix_cache")
 
 
 def started(options: dict[str, Any]) -> Any:
-    more: dict[str, Any] = dict(options.get("more", {}))
+    more: dict[str, Any] = {}
     if options.get("extra") is not None:
         more["kv_transfer_config"] = KVTransferConfig(
             kv_connector="OffloadingConnector",
@@ -43,7 +43,8 @@ def started(options: dict[str, Any]) -> Any:
         max_model_len=2048,
         enable_prefix_caching=True,
         block_size=32,
-        max_num_seqs=8,
+        # One after the other: in a batch sums are rounded otherwise, and nothing could be compared.
+        max_num_seqs=options.get("at_once", 1),
         disable_log_stats=False,
         seed=0,
         **more,

@@ -51,11 +51,16 @@ def make_model(folder: Path, seed: int) -> None:
 
 
 class Vllm:
-    """One vLLM, ready to be asked. ``log`` receives what it says."""
+    """One vLLM, ready to be asked; ``log`` receives what it says.
 
-    def __init__(self, model: Path, extra: dict[str, Any] | None, log: Path) -> None:
+    ``at_once``: prompts that are computed together.
+    """
+
+    def __init__(
+        self, model: Path, extra: dict[str, Any] | None, log: Path, at_once: int = 1
+    ) -> None:
         self._log = log
-        options = json.dumps({"model": str(model), "extra": extra})
+        options = json.dumps({"model": str(model), "extra": extra, "at_once": at_once})
         with log.open("ab") as errors:
             self.process = subprocess.Popen(
                 [python(), str(HERE / "engine.py"), options],

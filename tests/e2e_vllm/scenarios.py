@@ -50,8 +50,9 @@ def start(model: Path, daemon: Daemon, tmp_path: Path) -> Iterator[Start]:
     """Starts vLLMs with a tier in the daemon; at the end nothing of them is left."""
     before, made = regions(), []
 
-    def act(model: Path = model, **settings: Any) -> Vllm:
-        made.append(Vllm(model, extra(daemon.socket, **settings), tmp_path / "vllm.log"))
+    def act(model: Path = model, at_once: int = 1, **settings: Any) -> Vllm:
+        tier = extra(daemon.socket, **settings)
+        made.append(Vllm(model, tier, tmp_path / "vllm.log", at_once))
         return made[-1]
 
     yield act
@@ -185,9 +186,9 @@ def test_a_daemon_that_stands_still_in_the_middle(
 
 def test_two_hundred_requests_at_once(start: Start, cold: dict[str, Any]) -> None:
     prompts = [f"{number % 20} short prompts share a little. " * 4 for number in range(200)]
-    with start() as vllm:
+    with start(at_once=8) as vllm:
         first = said(vllm.ask(*prompts))
-    with start() as vllm:
+    with start(at_once=8) as vllm:
         told = vllm.ask(*prompts)
         assert sum(cached(told)) > 0
         assert [one[0] for one in said(told)] == [one[0] for one in first]
