@@ -18,9 +18,8 @@ import pytest
 
 from kvstore.answers import Ack
 from kvstore.client import Client
-from kvstore.keys import named, namespace_id
+from kvstore.keys import Prompt, block_hashes, block_keys, named, namespace_id
 from kvstore.protocol import Op
-from kvstore.tokens import Prompt, block_hashes, block_keys
 from tests.command import COMMAND, Daemon, Ran, run_command
 from tests.mounts import read_only
 from tests.stores import block, key

@@ -22,7 +22,7 @@ MAX_MEDIAN_LINES = 10
 ENDS_THE_PROCESS = {"sys.exit", "SystemExit", "exit", "quit"}
 MAY_USE = {
     # vLLM's default hash of keys is one of pickled bytes; nothing reads them back.
-    "tokens.py": {"pickle", "pickle.dumps"},
+    "keys.py": {"pickle", "pickle.dumps"},
     # Engines tested by several processes, which are children of the test.
     "testing/processes.py": {
         *("multiprocessing", "multiprocessing.get_context"),

@@ -7,9 +7,9 @@ import hashlib
 import numpy as np
 import pytest
 
-from kvstore import tokens
+from kvstore import keys, tokens
 from kvstore.errors import UsageError
-from kvstore.tokens import Prompt
+from kvstore.keys import Prompt
 
 GOLDEN = {
     "sha256": ("066b1e8987e02713", "b1bdb84c40e30190", "8229563374c36798", "cea8f6af77e7c744"),
@@ -21,10 +21,10 @@ GOLDEN = {
 @pytest.mark.parametrize("algorithm", GOLDEN)
 def test_hashes_are_those_of_vllm(algorithm: str) -> None:
     none, first, second, salted = GOLDEN[algorithm]
-    assert tokens.none_hash(algorithm).hex().startswith(none)
-    hashes = tokens.block_hashes(Prompt(range(70)), 32, algorithm)
+    assert keys.none_hash(algorithm).hex().startswith(none)
+    hashes = keys.block_hashes(Prompt(range(70)), 32, algorithm)
     assert [one.hex()[:16] for one in hashes] == [first, second]
-    hashes = tokens.block_hashes(Prompt(range(64), salt="s"), 32, algorithm)
+    hashes = keys.block_hashes(Prompt(range(64), salt="s"), 32, algorithm)
     assert hashes[0].hex().startswith(salted)
     assert not hashes[1].hex().startswith(second)
 
@@ -41,48 +41,48 @@ def test_hashes_are_those_of_vllm(algorithm: str) -> None:
 def test_cbor_is_canonical(value: object, encoded: str) -> None:
     """Examples of RFC 8949, appendix A, and some of their kind."""
     expected = hashlib.sha256(bytes.fromhex(encoded)).digest()
-    assert tokens._hash("sha256_cbor", value) == expected
+    assert keys._hash("sha256_cbor", value) == expected
 
 
 @pytest.mark.parametrize("value", [1.5, True, 1 << 64, {}])
 def test_what_cannot_be_in_a_hash_is_refused(value: object) -> None:
     with pytest.raises(UsageError):
-        tokens._hash("sha256_cbor", value)
+        keys._hash("sha256_cbor", value)
 
 
 @pytest.mark.parametrize("algorithm", GOLDEN)
 def test_integers_of_numpy_make_the_same_keys(algorithm: str) -> None:
-    plain = tokens.block_hashes(Prompt(range(64)), 32, algorithm)
+    plain = keys.block_hashes(Prompt(range(64)), 32, algorithm)
     array = np.arange(64, dtype=np.int32)
-    assert tokens.block_hashes(Prompt(array.tolist()), 32, algorithm) == plain
-    assert tokens.block_hashes(Prompt(list(array)), 32, algorithm) == plain
+    assert keys.block_hashes(Prompt(array.tolist()), 32, algorithm) == plain
+    assert keys.block_hashes(Prompt(list(array)), 32, algorithm) == plain
 
 
 def test_adapters_and_seeds_change_every_key() -> None:
     variants = [
-        tokens.block_hashes(Prompt(range(64)), 32),
-        tokens.block_hashes(Prompt(range(64)), 32, seed="0"),
-        tokens.block_hashes(Prompt(range(64), lora=("a", "/a")), 32),
-        tokens.block_hashes(Prompt(range(64), lora=("a", "/b")), 32),
+        keys.block_hashes(Prompt(range(64)), 32),
+        keys.block_hashes(Prompt(range(64)), 32, seed="0"),
+        keys.block_hashes(Prompt(range(64), lora=("a", "/a")), 32),
+        keys.block_hashes(Prompt(range(64), lora=("a", "/b")), 32),
     ]
     assert len({one for hashes in variants for one in hashes}) == 8
 
 
 def test_a_chunk_is_named_by_its_last_block_and_its_group() -> None:
-    hashes = tokens.block_hashes(Prompt(range(7 * 16)), 16)
-    keys = tokens.block_keys(hashes, group=258, blocks=3)
-    assert keys == [hashes[2] + b"\0\0\1\2", hashes[5] + b"\0\0\1\2"]
-    assert {len(key) for key in keys} == {36}
-    assert tokens.block_keys(hashes[:2], blocks=3) == []
+    hashes = keys.block_hashes(Prompt(range(7 * 16)), 16)
+    chunks = keys.block_keys(hashes, group=258, blocks=3)
+    assert chunks == [hashes[2] + b"\0\0\1\2", hashes[5] + b"\0\0\1\2"]
+    assert {len(name) for name in chunks} == {36}
+    assert keys.block_keys(hashes[:2], blocks=3) == []
 
 
 def test_unknown_algorithms_and_empty_blocks_are_refused() -> None:
     with pytest.raises(UsageError, match="xxhash"):
-        tokens.block_hashes(Prompt(range(4)), 2, "xxhash")
+        keys.block_hashes(Prompt(range(4)), 2, "xxhash")
     with pytest.raises(UsageError):
-        tokens.block_hashes(Prompt(range(4)), 0)
+        keys.block_hashes(Prompt(range(4)), 0)
     with pytest.raises(UsageError):
-        tokens.block_keys([], blocks=0)
+        keys.block_keys([], blocks=0)
 
 
 RECORD = {
@@ -97,7 +97,7 @@ RECORD = {
 
 def test_keys_of_a_prompt_in_a_namespace() -> None:
     prompt = Prompt(range(130), salt="s")
-    hashes = tokens.block_hashes(prompt, 16, "sha256_cbor")
+    hashes = keys.block_hashes(prompt, 16, "sha256_cbor")
     expected = [hashes[n] + bytes(4) for n in (1, 3, 5, 7)]
     expected += [hashes[n] + b"\0\0\0\3" for n in (3, 7)]
     assert tokens.keys_in(RECORD, prompt) == expected

@@ -21,7 +21,7 @@ import sys
 from typing import Any
 
 from kvstore.errors import UsageError
-from kvstore.tokens import ALGORITHMS, DEFAULT_SEED
+from kvstore.keys import ALGORITHMS, DEFAULT_SEED
 
 OLDEST = (0, 25)
 NEWEST = (0, 33)
