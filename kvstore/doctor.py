@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 import resource
 import stat
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -47,6 +48,10 @@ DESCRIPTORS = 4096
 SPARE_SECONDS = 60
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+SYSTEMD = Path("/run/systemd/system")
+"""Is there where systemd runs; see sd_booted(3)."""
+UNITS = ("kvstore.service", "kvstore.socket")
+UNIT_SECONDS = 10
 LIBRARIES = ("numpy", "xxhash", "lmdb", "plyvel", "prometheus-client", "rocksdict")
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -263,6 +268,44 @@ def _socket(subject: Subject) -> Found:
     return Found("ok", f"{subject.socket}")
 
 
+def _units(_: Subject) -> Found:
+    if not SYSTEMD.is_dir():
+        return Found("ok", "systemd does not run here")
+    units = {name: _unit(name) for name in UNITS}
+    units = {name: one for name, one in units.items() if one.get("LoadState") != "not-found"}
+    for name, one in units.items():
+        if one.get("LoadState") != "loaded":
+            return Found(
+                "fail", f"{name} is {one.get('LoadState')}", f"systemd-analyze verify {name}"
+            )
+        if one["ActiveState"] == "failed":
+            return Found("fail", f"{name} has failed",
+                f"journalctl -u {name}; when it is mended, systemctl reset-failed {name}",
+            )  # fmt: skip
+        if one["NeedDaemonReload"] == "yes":
+            return Found("warn", f"{name} is not what is on disk", "systemctl daemon-reload")
+    if units and "enabled" not in {one["UnitFileState"] for one in units.values()}:
+        return Found("warn", "the service does not start at boot", "systemctl enable kvstore")
+    told = ", ".join(f"{name} {one['ActiveState']}" for name, one in units.items())
+    return Found("ok", told or "kvstore is not installed as a service")
+
+
+def _unit(name: str) -> dict[str, str]:
+    """Return properties of a unit by their names; raises OSError."""
+    fields = "LoadState,ActiveState,UnitFileState,NeedDaemonReload"
+    try:
+        done = subprocess.run(
+            ["systemctl", "show", "-p", fields, name],
+            capture_output=True,
+            text=True,
+            timeout=UNIT_SECONDS,
+            check=True,
+        )
+    except subprocess.SubprocessError as error:
+        raise OSError(f"systemd says nothing of {name}: {error}") from error
+    return dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+
+
 CHECKS: dict[str, Callable[[Subject], Found]] = {
     "versions": _versions,
     "store": _store,
@@ -279,5 +322,6 @@ CHECKS: dict[str, Callable[[Subject], Found]] = {
     "boot-id": _boot_id,
     "clock": _clock,
     "socket": _socket,
+    "units": _units,
 }
 """By the stable name of the check."""

@@ -170,3 +170,41 @@ def test_doctor_vllm_without_a_daemon(subject: Subject) -> None:
     found = {one["id"]: one["state"] for one in ran.json()["checks"]}  # type: ignore[attr-defined]
     assert found["vllm-daemon"] == "warn"
     assert ran.code == 0
+
+
+def unit(
+    load: str = "loaded", active: str = "active", file: str = "enabled", old: str = "no"
+) -> str:
+    return f"LoadState={load}\nActiveState={active}\nUnitFileState={file}\nNeedDaemonReload={old}\n"
+
+
+@pytest.mark.parametrize(
+    ("told", "state"),
+    [
+        (unit(), "ok"),
+        (unit(load="not-found"), "ok"),
+        (unit(load="bad-setting"), "fail"),
+        (unit(active="failed"), "fail"),
+        (unit(old="yes"), "warn"),
+        (unit(file="disabled"), "warn"),
+        (None, "unknown"),
+    ],
+)
+def test_units(
+    subject: Subject,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    told: str | None,
+    state: str,
+) -> None:
+    """What a systemctl says that is not the real one."""
+    stand_in = tmp_path / "bin" / "systemctl"
+    stand_in.parent.mkdir()
+    says = "exit 1" if told is None else f"cat <<'END'\n{told}END"
+    stand_in.write_text(f"#!/bin/sh\n{says}\n")
+    stand_in.chmod(0o755)
+    monkeypatch.setenv("PATH", str(stand_in.parent), prepend=os.pathsep)
+    monkeypatch.setattr(doctor, "SYSTEMD", tmp_path)
+    assert dict(examine(subject))["units"].state == state
+    monkeypatch.setattr(doctor, "SYSTEMD", tmp_path / "none")
+    assert found(subject, "units").state == "ok"
