@@ -589,7 +589,7 @@ def test_a_namespace_can_be_given_by_its_id(daemon: Daemon) -> None:
     assert isinstance(shares, list)
     (mine,) = (share for share in shares if share["id"] == identity)
     expected = {"record": {"name": "llama"}, "key_length": 2, "blocks": 1, "live_bytes": 8192}
-    assert mine == {"id": identity, **expected}
+    assert mine == {"id": identity, "quota_bytes": None, **expected}
 
 
 def test_keys_of_an_empty_namespace_may_have_any_length(daemon: Daemon) -> None:

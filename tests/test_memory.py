@@ -245,8 +245,8 @@ def test_late_errors_are_kept_for_the_next_who_asks_if_the_first_has_gone(local:
         async def store(self) -> Store:
             return local.store
 
-        async def flush(self, store: Store, may_hear: Callable[[str], bool]) -> list[LateError]:
-            return store.take_errors(may_hear)
+        def dispatch(self) -> None:
+            local.store.run_chores()
 
         async def answer(self, _: bytes) -> None:
             assert not local.core.writer.errors
