@@ -9,6 +9,7 @@ FOLDER/frozen holds the event loop. FOLDER/hung holds whatever is appended to th
 from __future__ import annotations
 
 import grp
+import importlib
 import json
 import logging
 import os
@@ -69,8 +70,9 @@ def freezing(folder: Path, tick: Callable[..., None]) -> Callable[..., None]:
 
 
 def become(user: int, group: str | None) -> None:
-    """Go on as another user; everything was imported that only root may read."""
+    """Go on as another user, with everything imported that only root may read."""
     if user:
+        importlib.import_module("kvstore.watching")
         os.setgroups([] if group is None else [grp.getgrnam(group).gr_gid])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)

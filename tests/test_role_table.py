@@ -79,6 +79,7 @@ TABLE: dict[str, Row] = {
     "recent": Row(ADMINISTRATORS, action(op="recent")),
     "pins": Row(ADMINISTRATORS, action(op="pins")),
     "quota": Row(ADMINISTRATORS, action(op="quota", namespace="00")),
+    "record": Row(ADMINISTRATORS, action(op="record")),
     "scrub": Row(ADMINISTRATORS, action(op="scrub")),
     "evict": Row(ADMINISTRATORS, action(op="evict", older_than=10**9)),
     "warm": Row(ADMINISTRATORS, action(op="warm", keys=[])),
