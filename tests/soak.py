@@ -42,6 +42,7 @@ from kvstore.errors import Busy, DaemonUnavailable, KVStoreError
 from tests.command import Daemon
 from tests.fuzz_socket import process_figures
 from tests.stores import MIB
+from tests.talk import eventually, watches
 
 ROOT = Path(__file__).parent.parent
 CAPACITY = 128 * MIB
@@ -332,6 +333,7 @@ class Soak:
         end = time.monotonic() + self._seconds
         try:
             self._daemon.start()
+            assert eventually(lambda: watches(self._daemon.pid))
             self._idle = self._descriptors()
             number = 0
             # A busy machine may take longer to come to its first eviction.

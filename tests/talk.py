@@ -311,6 +311,15 @@ def eventually(condition: Any, seconds: float = 10) -> bool:
     return bool(condition())
 
 
+def watches(pid: int) -> bool:
+    """Whether a daemon watches its directories, which it begins in a moment after it is ready."""
+    targets = []
+    for one in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            targets.append(os.readlink(one))
+    return any("inotify" in target for target in targets)
+
+
 class Bare(Daemon):
     """A daemon with any settings of the server; see :mod:`tests.bare_daemon`."""
 
