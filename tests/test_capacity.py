@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore import core
+from kvstore import node
 from kvstore.answers import BlockStatus
 from kvstore.client import Client
 from tests.command import Daemon
@@ -156,7 +156,7 @@ def test_a_write_that_hits_the_end_of_the_disk(
             numbers = range(start, start + 8)
             local.put([key(n) for n in numbers], [block(n, MIB) for n in numbers])
         _fill(mount / "foreign")
-        monkeypatch.setattr(core, "free_bytes", lambda _path: 1 << 40)
+        monkeypatch.setattr(node, "free_bytes", lambda _path: 1 << 40)
         assert local.put([key(100)], [block(100, 4 * MIB)]) == [BlockStatus.FULL]
         assert local.contains([key(100)]) == [False]
         assert not list((local.path / "blocks" / "tmp").iterdir())

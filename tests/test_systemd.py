@@ -249,9 +249,9 @@ def test_a_reload_changes_settings_and_drops_no_client(service: Machine) -> None
     assert service.show("MainPID") == pid
 
 
-def test_a_file_that_root_drops_is_taken_in(service: Machine) -> None:
-    dropped = "/var/lib/kvstore/incoming/a.kvb"
-    service.run(f"kvstore get 00ff --record -o {dropped}")
+def test_a_file_that_is_dropped_is_taken_in(service: Machine) -> None:
+    dropped, socket = "/var/lib/kvstore/incoming/a.kvb", f"KVSTORE_SOCKET={SOCKET}"
+    service.run(f"runuser -u kvstore -- env {socket} kvstore get 00ff --record -o {dropped}")
     assert eventually(lambda: service.run(f"test -e {dropped}", check=False).returncode == 1, 20)
     assert '"present": 1' in service.run("kvstore status --json").stdout
 

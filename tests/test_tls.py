@@ -35,7 +35,7 @@ from kvstore.protocol import Frame, Op
 from kvstore.wire import Wire
 from tests.command import run_command
 from tests.stores import block, key
-from tests.talk import ROOT, Bare, Talker, bare, free_port, head, put_parts
+from tests.talk import ROOT, Bare, Talker, bare, eventually, free_port, head, put_parts
 
 NAME, ADDRESS = "kv1.example.org", "127.0.0.1"
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -325,7 +325,7 @@ def test_a_handshake_that_stalls_keeps_nobody_waiting(daemon: Served, keys: Path
 def test_all_clients_together_have_a_limit(tmp_path: Path) -> None:
     with bare(tmp_path, max_clients=2) as daemon:
         with Talker(daemon.socket) as one, Talker(daemon.socket) as two:
-            assert one.status()["clients"] == 2
+            assert eventually(lambda: one.status()["clients"] == 2)
             with Talker(daemon.socket) as three:
                 assert three.ended()
             assert two.status()["clients"] == 2
