@@ -202,16 +202,7 @@ def _read_record(known: Namespaces, descriptor: int, file: File) -> None:
     length = header.stored_length
     image = memoryview(mmap.mmap(-1, record.image_bytes(length)))
     filled = files.read_into(descriptor, image)
-    verdict, _, reason = record.judge(
-        image,
-        filled,
-        store=header.store,
-        namespace=header.namespace,
-        shard=header.shard,
-        key=header.key,
-        generation=header.generation,
-        length=length,
-    )
+    verdict, _, reason = record.judge_as(header, image, filled)
     if verdict is not Verdict.OK:
         raise KVStoreError(reason)
     file.header = header
