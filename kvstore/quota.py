@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SLACK_SHARE, MOST_SLACK = 32, 64 << 20
 """This part (1/n) of a quota, and so many bytes at most, leaves beyond what is needed: to choose
-means to look at every row of the store, 10 ms for a million, so it must be rare."""
+means to look at every row of the store, 20 to 40 ms for a million, so it must be rare."""
 TRIM_BYTES = 256 << 20
 
 
