@@ -12,15 +12,15 @@ import shutil
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from kvstore import fsck, isolate, mend, rebuild, salvage
+from kvstore import fsck, mend, rebuild, salvage
 from kvstore.errors import KVStoreError
 from kvstore.findings import Severity
 from kvstore.fsck import PAYLOADS, Check, Options, Report
+from tests.here import Here
 from tests.store_damages import BLOCKS, DAMAGES, ENGINES, SIZE, NotApplicable, Scene
 from tests.stores import Local, block, key
 
@@ -137,25 +137,6 @@ def read_page() -> dict[tuple[str, str], Outcome]:
         if line.startswith("| ") and len(cells) == 6 and cells[1] in ENGINES:
             found[cells[0], cells[1]] = Outcome(*cells[2:])
     return found
-
-
-class Here:
-    """A child that is none: as much is found, in a tenth of the time."""
-
-    def __init__(self, _: str, *, module: str = isolate.MODULE, limit: float = 0.0) -> None:
-        self._tasks = mend.TASKS if module == mend.MODULE else isolate.TASKS
-
-    def __enter__(self) -> Here:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        isolate._OPENED.close()
-
-    def ask(
-        self, task: str, document: Mapping[str, Any], arrays: Sequence[isolate.Array] = ()
-    ) -> Iterator[isolate.Answer]:
-        for answer, columns in self._tasks[task](dict(document), list(arrays)):
-            yield isolate.Answer(answer, list(columns))
 
 
 def main(engines: list[str]) -> None:

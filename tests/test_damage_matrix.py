@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvstore import fsck, mend
-from tests.damage_matrix import Here, cell, make_store, read_page
+from tests.damage_matrix import cell, make_store, read_page
+from tests.here import Here
 from tests.store_damages import DAMAGES, ENGINES
 
 MATRIX = read_page()

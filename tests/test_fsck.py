@@ -21,7 +21,8 @@ from kvstore.errors import CorruptStore, EngineHung
 from kvstore.fsck import PAYLOADS, Check, Options
 from kvstore.isolate import Array, Child, Document
 from tests.command import Daemon, Ran, run_command
-from tests.damage_matrix import Here, lost_blocks, make_store
+from tests.damage_matrix import lost_blocks, make_store
+from tests.here import Here
 from tests.mounts import read_only
 from tests.store_damages import DAMAGES, Scene
 from tests.stores import Local, block, key

@@ -15,7 +15,8 @@ import pytest
 
 from kvstore import fsck, mend, rebuild, salvage
 from kvstore.fsck import PAYLOADS, Check, Options
-from tests.damage_matrix import Here, lost_blocks, make_store, repair
+from tests.damage_matrix import lost_blocks, make_store, repair
+from tests.here import Here
 from tests.store_damages import ENGINES
 
 SEEDS = range(200 if os.environ.get("PROMISES") == "long" else 6)

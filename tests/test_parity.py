@@ -26,7 +26,7 @@ from kvstore.summary import summarize
 from kvstore.testing import Fault, FaultyEngine
 from kvstore.testing.records import full_images, key_of, make_blocks
 from tests.damage import copies, failures, file_of
-from tests.damage_matrix import Here
+from tests.here import Here
 from tests.migrating import ENGINES
 from tests.stores import MIB, Local, block, key
 

@@ -104,7 +104,7 @@ def replay(call: Call, /, trace: str, **how: Any) -> None:  # noqa: ANN401
     from kvstore.replay import plot, readers, result
 
     if how["plot"]:
-        plot.library()
+        plot.need_matplotlib()
     drive = _drive(how["block_size"], how["drive"])
     found = readers.read(Path(trace), reading(how["group"], how["spread"], how["seed"]))
     plans = _plans(found, drive, how)

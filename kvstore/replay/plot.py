@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvstore.replay.trace import Trace
 
 
-def library() -> Any:  # noqa: ANN401
+def need_matplotlib() -> Any:  # noqa: ANN401
     """Return matplotlib. Raises UsageError where it is not installed."""
     try:
         import matplotlib
@@ -28,7 +28,7 @@ def library() -> Any:  # noqa: ANN401
 
 def plot(trace: Trace, found: Sequence[Document], path: Path) -> None:
     """Draw a line per policy, and the optimum where it is known. Raises UsageError."""
-    library()
+    need_matplotlib()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")

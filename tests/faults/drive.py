@@ -7,14 +7,14 @@ told to the oracle first, and what was acknowledged right after.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from kvstore import fsck, isolate, layout, mend, migrate, opening, target, upkeep
+from kvstore import fsck, layout, mend, migrate, opening, target, upkeep
 from kvstore.answers import Ack, BlockStatus
 from kvstore.core import REMOVED
 from kvstore.errors import KVStoreError
@@ -22,6 +22,7 @@ from kvstore.removal import choose_victims
 from tests.faults import oracle
 from tests.faults.oracle import Pen, content
 from tests.faults.strike import Strike
+from tests.here import Here
 from tests.ruins import lose_journal, recover
 from tests.stores import MIB, Local, key
 
@@ -81,26 +82,6 @@ def choose(engine: str, phase: str, seed: str, rounds: int = 1 << 30) -> Choice:
     kinds = [kind for kind in kinds if kind != "superblock" or engine not in ("direct", "mmap")]
     late = bool(memory) and chance.random() < 0.4
     return Choice(engine, phase, io, memory, late, chance.choice(kinds), rounds, seed)
-
-
-class Here:
-    """Does in this process what :class:`kvstore.isolate.Child` has done by a process of its own: in
-    a tenth of the time, and where a strike can see it."""
-
-    def __init__(self, _: str, *, module: str = isolate.MODULE, limit: float = 0) -> None:
-        self._tasks = mend.TASKS if module == mend.MODULE else isolate.TASKS
-
-    def __enter__(self) -> Here:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        isolate._OPENED.close()
-
-    def ask(
-        self, task: str, document: dict[str, object], arrays: Sequence[np.ndarray] = ()
-    ) -> Iterable[isolate.Answer]:
-        for told, columns in self._tasks[task](document, list(arrays)):
-            yield isolate.Answer(told, list(columns))
 
 
 def stay_here() -> None:
